@@ -1,0 +1,80 @@
+// One parallel pass over the elements of many tensors, as the optimizers need it.
+//
+// Every tensor is cut into blocks of kBlock elements, and the blocks of all tensors are dealt to the
+// threads in equal, contiguous shares. The cut doesn't depend on the number of threads.
+#pragma once
+
+#include <cstdint>
+#include <cstdlib>
+
+#include "simd.h"
+
+namespace {
+
+// 64 KB of each tensor: long enough for the hardware's prefetchers, short enough that no thread waits
+// long for another at the end of the pass.
+constexpr int64_t kBlock = 16384;
+
+// Which block is whose: tensor t has the blocks first[t] … first[t + 1] - 1.
+struct Blocks {
+  const int64_t* sizes;
+  int64_t count;
+  int64_t* first;
+
+  Blocks(int64_t tensors, const int64_t* tensor_sizes) : sizes(tensor_sizes), count(tensors) {
+    first = static_cast<int64_t*>(malloc((count + 1) * sizeof(int64_t)));
+    first[0] = 0;
+    for (int64_t t = 0; t < count; t++) first[t + 1] = first[t] + (sizes[t] + kBlock - 1) / kBlock;
+  }
+  ~Blocks() { free(first); }
+  int64_t total() const { return first[count]; }
+  int64_t tensor_of(int64_t block) const {
+    int64_t low = 0, high = count;  // first[low] <= block < first[high]
+    while (high - low > 1) {
+      const int64_t middle = (low + high) / 2;
+      (first[middle] <= block ? low : high) = middle;
+    }
+    return low;
+  }
+};
+
+// visit(block, tensor, begin, end) for every block.
+template <class Visit>
+void for_each_block(const Blocks& blocks, Visit visit) {
+  const int64_t total = blocks.total();
+#pragma omp parallel for schedule(static) if (total > 1)
+  for (int64_t block = 0; block < total; block++) {
+    const int64_t tensor = blocks.tensor_of(block);
+    const int64_t begin = (block - blocks.first[tensor]) * kBlock;
+    const int64_t left = blocks.sizes[tensor] - begin;
+    visit(block, tensor, begin, begin + (left < kBlock ? left : kBlock));
+  }
+}
+
+// Numbers below 1.2e-38 count as zero while this lives, if asked. The moments of parameters that get no
+// gradient (rows of an embedding) decay into that range and stay there, where Intel's multipliers take
+// an assist of about 150 cycles per instruction.
+class FlushDenormals {
+ public:
+  explicit FlushDenormals(bool wanted) : before_(_mm_getcsr()) {
+    if (wanted) _mm_setcsr(before_ | 0x8040);  // flush-to-zero and denormals-are-zero
+  }
+  ~FlushDenormals() { _mm_setcsr(before_); }
+
+ private:
+  unsigned before_;
+};
+
+// a · b + c with one rounding where there is an instruction for it. The optimizers are compiled without
+// contraction and say where stock PyTorch rounds once.
+inline Vec fused_multiply_add(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+}  // namespace

@@ -1,0 +1,24 @@
+"""cputrain: train transformer models on CPUs, several times faster than stock PyTorch."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from cputrain.api import explain, optimize, restore
+
+# Loaded when first asked for: `import cputrain` costs nothing, and the command line can answer without torch.
+_HOME_OF = {"optimize": "cputrain.api", "explain": "cputrain.api", "restore": "cputrain.api"}
+
+__all__ = ["__version__", "explain", "optimize", "restore"]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cputrain' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value
+    return value

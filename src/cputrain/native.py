@@ -1,0 +1,78 @@
+"""Finds and loads the native library and binds the kernels of one instruction set.
+
+The library is plain C (see csrc/api.h) and resolves its OpenMP symbols to the runtime that torch loaded, so torch is
+imported first. `kernels()` is the one function table; every operator calls through it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from functools import lru_cache
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch  # noqa: F401  (brings the OpenMP runtime that the library's symbols resolve to)
+
+from cputrain import __version__, hardware
+
+LIBRARY = Path(__file__).parent / "lib" / "libcputrain_native.so"
+
+_POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
+    ctypes.c_void_p,
+    ctypes.c_int64,
+    ctypes.c_uint64,
+    ctypes.c_float,
+    ctypes.c_double,
+)
+
+# One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test compares.
+SIGNATURES = {
+    "adam": "ipppppp" + "ddddd" + "i",
+    "dropout": "ppiifk",
+}
+_TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
+
+
+class LibraryError(ValueError):
+    """The native library is missing, can't be loaded or is of another version."""
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL:
+    path = Path(os.environ.get("CPUTRAIN_LIBRARY", LIBRARY))
+    if not path.exists():
+        raise LibraryError(
+            f"cputrain's native library was not found at {path}; reinstall cputrain (pip install --force-reinstall "
+            "--no-deps cputrain), or run `make build` in a source tree."
+        )
+    try:
+        library = ctypes.CDLL(str(path))
+        library.cputrain_version.restype = ctypes.c_char_p
+    except (OSError, AttributeError) as error:
+        raise LibraryError(f"cputrain's native library {path} could not be loaded: {error}; reinstall cputrain.") from error
+    version = library.cputrain_version().decode()
+    if version != __version__:
+        raise LibraryError(
+            f"cputrain's native library {path} is version {version}, the Python package is {__version__}; "
+            "reinstall cputrain, or run `make build` in a source tree."
+        )
+    return library
+
+
+@lru_cache(maxsize=None)
+def kernels_of(isa: str) -> SimpleNamespace:
+    """Every kernel, compiled for `isa` ("portable", "avx2" or "avx512"), by its name."""
+    table = SimpleNamespace(isa=isa)
+    for name, letters in SIGNATURES.items():
+        function = getattr(_library(), f"cputrain_{name}_{isa}")
+        function.argtypes = [_TYPES[letter] for letter in letters]
+        function.restype = None
+        setattr(table, name, function)
+    return table
+
+
+@lru_cache(maxsize=1)
+def kernels() -> SimpleNamespace:
+    """The kernels of the best instruction set of this CPU (or of CPUTRAIN_ISA)."""
+    return kernels_of(hardware.best_isa()[0])

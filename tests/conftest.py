@@ -1,0 +1,34 @@
+"""Fixtures that every kernel test shares: each instruction set that this CPU runs, and 1, 2 and 3 threads."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+from cputrain import hardware, native
+
+_ORDER = ["portable", "avx2", "avx512"]
+RUNNABLE = _ORDER[: _ORDER.index(hardware.best_isa(environ={})[0]) + 1]
+
+
+@pytest.fixture(params=RUNNABLE)
+def isa(request, monkeypatch):
+    """Runs the test once per instruction set, with `native.kernels()` bound to it."""
+    monkeypatch.setattr(native, "kernels", lambda: native.kernels_of(request.param))
+    return request.param
+
+
+@pytest.fixture(params=[1, 2, 3])
+def threads(request):
+    """Runs the test with 1, 2 and 3 OpenMP threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(int(os.environ.get("CPUTRAIN_TEST_SEED", "0")))
