@@ -142,7 +142,7 @@ def _asked_isa(asked: str, lacking: Mapping[str, list[str]]) -> str:
         )
     if lacking[asked]:
         raise ValueError(
-            f"CPUTRAIN_ISA is {asked!r}, but this CPU lacks {', '.join(lacking[asked])}; choose a lower one or unset it."
+            f"CPUTRAIN_ISA is {asked!r}, but this CPU lacks {', '.join(lacking[asked])}; choose a lower one."
         )
     return asked
 
@@ -415,7 +415,7 @@ def _usable_cores(cores: tuple[Cpus, ...], usable: Fact[Cpus], quota: Fact[float
         number, reason = int(quota.value), f"the quota of {quota.value:g} CPUs ({quota.source})"
     number = max(1, number)
     if number == len(cores):
-        return Fact(number, "every core of the machine: affinity, cpuset and quota allow all")
+        return Fact(number, "every core: nothing takes any away")
     return Fact(number, f"{reason} allows {number} of {len(cores)}")
 
 

@@ -1,0 +1,251 @@
+"""`cputrain doctor`: what this CPU is, what of it this process may use, which kernels run on it, and why."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+import typer
+
+from cputrain import __version__, hardware
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+Row = tuple[str, str, str]
+
+_PACKAGES = ("torch", "transformers", "accelerate")
+_BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is ARM's
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Which kernels run, why, and what is wrong with the native library if anything is."""
+
+    isa: str
+    reason: str
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Threads:
+    """How many threads torch uses, what was asked of OpenMP, and which OpenMP runtimes are loaded."""
+
+    torch: int | None
+    omp_num_threads: str | None
+    runtimes: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Report:
+    """All that the doctor found. `advice` is what a user should change, worst first."""
+
+    cputrain: str
+    packages: dict[str, str | None]
+    hardware: hardware.Hardware
+    kernels: Kernels
+    threads: Threads
+    advice: tuple[str, ...]
+
+
+def doctor(as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON, with every source.")) -> None:
+    """Say what this CPU is, what of it may be used, which kernels run on it, and why.
+
+    Ends with 1 if the native library doesn't load.
+    """
+    report = examine()
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        _show(report)
+    if report.kernels.problem:
+        raise typer.Exit(1)
+
+
+def examine() -> Report:
+    """Looks at the machine and the installation."""
+    machine = hardware.this_machine()
+    kernels = _kernels()
+    threads = _threads()
+    return Report(
+        cputrain=__version__,
+        packages={name: _version(name) for name in _PACKAGES},
+        hardware=machine,
+        kernels=kernels,
+        threads=threads,
+        advice=tuple(_advice(machine, kernels, threads)),
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _kernels() -> Kernels:
+    isa, reason = hardware.best_isa()
+    try:
+        from cputrain import native
+
+        native.kernels_of(isa)
+    except (ImportError, ValueError) as error:  # torch is missing or broken; the library is, or is another version's
+        return Kernels(isa, reason, str(error))
+    return Kernels(isa, reason, None)
+
+
+def _threads() -> Threads:
+    """Asked after the kernels were loaded, so that every OpenMP runtime that a training would have is there."""
+    torch_threads = None
+    if _version("torch"):
+        import torch
+
+        torch_threads = torch.get_num_threads()
+    return Threads(torch_threads, os.environ.get("OMP_NUM_THREADS"), _openmp_runtimes())
+
+
+def _openmp_runtimes() -> tuple[str, ...]:
+    """The OpenMP libraries in this process. scikit-learn and the like may bring one of their own beside torch's."""
+    try:
+        with open("/proc/self/maps") as file:
+            paths = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", file.read()))
+    except OSError:
+        return ()
+    return tuple(sorted(paths))
+
+
+def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> Iterator[str]:
+    usable = machine.usable_cores.value
+    if kernels.problem:
+        yield kernels.problem
+    if threads.torch is not None and threads.torch != usable:
+        yield (
+            f"torch uses {_counted(threads.torch, 'thread')}, but {_counted(usable, 'core')} may be used: "
+            f"set OMP_NUM_THREADS={usable}."
+        )
+    if len(threads.runtimes) > 1:
+        yield f"{len(threads.runtimes)} OpenMP runtimes fight over the cores: {', '.join(threads.runtimes)}."
+
+
+# --- The screen --------------------------------------------------------------------------------------------------
+
+
+def _show(report: Report) -> None:
+    from rich.console import Console
+
+    console = Console()
+    console.print(f"[bold]cputrain {report.cputrain}[/]", highlight=False)
+    console.print(_table(_sections(report)))
+    for line in report.advice:
+        console.print(f"[bold yellow]![/] {line}", highlight=False)
+
+
+def _table(sections: Iterable[Iterable[Row]]) -> RenderableType:
+    """Three columns: what, the answer, and where it came from."""
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 1))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold", ratio=10)
+    table.add_column(overflow="fold", ratio=11, style="dim")
+    for section in sections:
+        table.add_row()
+        for what, answer, source in section:
+            # The whole path is in --json; here its telling end has to fit half a line.
+            table.add_row(what, Text(answer), Text(source.replace("/sys/devices/system/", "/sys/…/")))
+    return table
+
+
+def _sections(report: Report) -> Iterator[list[Row]]:
+    machine = report.hardware
+    yield [
+        ("CPU", f"{machine.model.value} ({machine.vendor.value})", machine.model.source),
+        ("sets", _sets(machine.instruction_sets.value), machine.instruction_sets.source),
+        ("cores", _cores(machine), machine.cores.source),
+        ("sockets", str(len(machine.sockets.value)), machine.sockets.source),
+        ("NUMA", _nodes(machine.numa_nodes.value), machine.numa_nodes.source),
+        ("caches", ", ".join(map(_cache, machine.caches.value)) or "unknown", machine.caches.source),
+        ("memory", _bytes(machine.memory_total.value), machine.memory_total.source),
+    ]
+    cpuset, quota, limit = machine.cpuset, machine.cpu_quota, machine.memory_limit
+    yield [
+        ("affinity", _ranges(machine.affinity.value), machine.affinity.source),
+        ("cpuset", "none" if cpuset.value is None else _ranges(cpuset.value), cpuset.source),
+        ("quota", "none" if quota.value is None else f"{quota.value:g} CPUs", quota.source),
+        ("limit", "none" if limit.value is None else _bytes(limit.value), limit.source),
+        ("usable", _counted(machine.usable_cores.value, "core"), machine.usable_cores.source),
+    ]
+    yield list(_software(report))
+
+
+def _software(report: Report) -> Iterator[Row]:
+    kernels, threads = report.kernels, report.threads
+    yield "kernels", f"{kernels.isa}: native library {'does NOT load' if kernels.problem else 'loads'}", kernels.reason
+    yield "bf16", *_bf16(report.hardware.instruction_sets.value)
+    runtimes = " and ".join(path.rpartition("/")[2] for path in threads.runtimes) or "no OpenMP"
+    asked = "is not set" if threads.omp_num_threads is None else f"is {threads.omp_num_threads}"
+    yield "threads", f"{threads.torch or 'unknown'} ({runtimes})", f"torch; OMP_NUM_THREADS {asked}"
+    versions = [f"{name} {version or '(not installed)'}" for name, version in report.packages.items()]
+    yield "packages", ", ".join(versions), ""
+
+
+def _bf16(sets: tuple[str, ...]) -> tuple[str, str]:
+    found = [name for name in _BF16_SETS if name in sets]
+    if found:
+        return "in hardware", f"instruction sets: {', '.join(found)}"
+    return "not in hardware: emulated, very slow", "neither amx_bf16 nor avx512_bf16"
+
+
+def _sets(names: Iterable[str]) -> str:
+    """The avx512 family says its name once: avx512(bw dq f vl _vnni)."""
+    names = tuple(names)
+    wide = [name.removeprefix("avx512") for name in names if name.startswith("avx512")]
+    others = [name for name in names if not name.startswith("avx512")]
+    return " ".join([*others, *([f"avx512({' '.join(sorted(wide, key=lambda n: (n[0] == '_', n)))})"] if wide else [])])
+
+
+def _cores(machine: hardware.Hardware) -> str:
+    logical, smt = len(machine.logical_cpus.value), machine.threads_per_core
+    siblings = f"SMT, siblings {_ranges(machine.cores.value[0])} …" if smt > 1 else "no SMT"
+    return f"{len(machine.cores.value)} physical, {logical} logical ({siblings})"
+
+
+def _nodes(nodes: tuple[hardware.NumaNode, ...]) -> str:
+    if len(nodes) > 4:
+        return f"{len(nodes)} nodes, the first of CPUs {_ranges(nodes[0].cpus)}"
+    return "; ".join(f"node {node.number}: CPUs {_ranges(node.cpus)}, {_bytes(node.memory)}" for node in nodes)
+
+
+def _cache(cache: hardware.Cache) -> str:
+    kind = {"data": "d", "instruction": "i"}.get(cache.kind, "")
+    return f"L{cache.level}{kind} {cache.instances} × {_bytes(cache.size)}"
+
+
+def _bytes(number: int | None) -> str:
+    """In the largest unit that leaves a whole part: 25274793984 is 23.5 GiB."""
+    if number is None:
+        return "unknown"
+    power = max(0, (number.bit_length() - 1) // 10)
+    return f"{number / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[min(power, 4)]}"
+
+
+def _ranges(cpus: Iterable[int]) -> str:
+    """0, 1, 2, 8 is "0-2,8", as the kernel writes it."""
+    runs: list[list[int]] = []
+    for cpu in cpus:
+        if runs and cpu == runs[-1][-1] + 1:
+            runs[-1].append(cpu)
+        else:
+            runs.append([cpu])
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "none"
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
