@@ -23,6 +23,26 @@
 CPUTRAIN_EXPORT void KERNEL(dropout)(const float* x, float* y, int64_t rows, int64_t cols, float p,
                                      uint64_t key);
 
+// LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are for
+// the backward pass.
+CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias,
+                                        float* out, float* mean, float* rstd, int64_t rows,
+                                        int64_t cols, float eps);
+
+// z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y.
+CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
+                                       const float* weight, const float* beta, float* z, float* out,
+                                       float* mean, float* rstd, int64_t rows, int64_t cols,
+                                       float eps, float p, uint64_t key);
+
+// The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
+// null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that.
+// weight, grad_weight, grad_beta, grad_bias or null. grad_z may be grad_out.
+CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(
+    const float* grad_out, const float* z, const float* mean, const float* rstd, const float* weight,
+    const float* grad_sum, float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
+    float* grad_bias, int64_t rows, int64_t cols, float p, uint64_t key);
+
 // The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of pointers.
 //
 // One step of Adam (weight decay added to the gradient) or AdamW (`decoupled`), with stock PyTorch's
@@ -31,3 +51,46 @@ CPUTRAIN_EXPORT void KERNEL(adam)(int64_t count, const int64_t* sizes, float* co
                                   const float* const* grads, float* const* averages,
                                   float* const* squares, float* const* steps, double lr, double beta1,
                                   double beta2, double eps, double weight_decay, int64_t decoupled);
+// One step of SGD. `buffers` (the momentum) is null without momentum, and filled already otherwise.
+CPUTRAIN_EXPORT void KERNEL(sgd)(int64_t count, const int64_t* sizes, float* const* params,
+                                 const float* const* grads, float* const* buffers, double lr,
+                                 double momentum, double dampening, double weight_decay,
+                                 int64_t nesterov);
+// The sum of the squares of all elements, in double and in an order that is fixed by the sizes alone.
+CPUTRAIN_EXPORT void KERNEL(sum_of_squares)(int64_t count, const int64_t* sizes,
+                                            const float* const* grads, double* result);
+// Every element times `factor`, in place.
+CPUTRAIN_EXPORT void KERNEL(scale)(int64_t count, const int64_t* sizes, float* const* grads,
+                                   float factor);
+
+// Attention over sequences that lie behind one another in the token dimension. (tokens, heads, size) with
+// the last dimension contiguous; ops/attention.py mirrors the structures.
+struct HeadTensor {
+  float* data;
+  int64_t token_stride, head_stride;
+};
+// (sequences, heads, queries, keys), keys contiguous; a stride is 0 where sequences or heads share it.
+struct BiasTensor {
+  float* data;  // or null
+  int64_t sequence_stride, head_stride, row_stride;
+};
+struct AttentionProblem {
+  HeadTensor q, k, v, out;
+  float* lse;  // (heads, total): log-sum-exp of the scores; infinity where every key is masked
+  BiasTensor bias;
+  const int64_t *starts, *lengths;  // of the sequences, in tokens
+  const int64_t* order;             // the sequences' numbers, longest first
+  int64_t sequences, total, heads, kv_heads, size, causal;
+  float scale, p;
+  uint64_t key;
+};
+// What backward reads (out) and writes. Into bias.data it adds.
+struct AttentionGradients {
+  HeadTensor out, q, k, v;
+  BiasTensor bias;
+};
+
+// out = dropout(softmax(scale · q kᵀ + bias)) v within each sequence. Tokens of no sequence are not touched.
+CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem);
+CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
+                                                const AttentionGradients* gradients);

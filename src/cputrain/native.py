@@ -28,8 +28,16 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
 
 # One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test compares.
 SIGNATURES = {
+    "attention_forward": "p",
+    "attention_backward": "pp",
     "adam": "ipppppp" + "ddddd" + "i",
+    "sgd": "ippppddddi",
+    "sum_of_squares": "ippp",
+    "scale": "ippf",
     "dropout": "ppiifk",
+    "layer_norm": "pppppp" + "iif",
+    "layer_norm_backward": "ppppppppppp" + "iifk",
+    "post_norm": "ppppppppp" + "iiffk",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
 
@@ -65,7 +73,12 @@ def kernels_of(isa: str) -> SimpleNamespace:
     """Every kernel, compiled for `isa` ("portable", "avx2" or "avx512"), by its name."""
     table = SimpleNamespace(isa=isa)
     for name, letters in SIGNATURES.items():
-        function = getattr(_library(), f"cputrain_{name}_{isa}")
+        function = getattr(_library(), f"cputrain_{name}_{isa}", None)
+        if function is None:
+            raise LibraryError(
+                f"cputrain's native library {LIBRARY} is older than the Python package: it has no {name} for {isa}; "
+                "reinstall cputrain, or run `make build` in a source tree."
+            )
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = None
         setattr(table, name, function)

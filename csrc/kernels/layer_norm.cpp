@@ -1,0 +1,83 @@
+// LayerNorm, alone and together with what comes before it: bias, dropout and the residual sum.
+#include "layer_norm.h"
+
+#include "api.h"
+
+namespace {
+
+// z = residual + (y + bias)·factors; returns the row's sum. z may be y.
+template <bool kBias, bool kDropout>
+float join_row(const float* y, const float* bias, const float* residual, float* z, int64_t cols,
+               RowKey key, DropoutRate rate) {
+  Vec sums[kChains] = {};
+  for_columns_dropped<kDropout>(cols, key, rate,
+                                [&](int64_t c, int j, auto part, Vec factor) INLINE_BODY {
+                                  Vec v = part.load(y + c);
+                                  if (kBias) v += part.load(bias + c);
+                                  v = part.load(residual + c) + v * factor;
+                                  part.store(z + c, v);
+                                  sums[j] += v;
+                                });
+  return sum_of_chains(sums);
+}
+
+constexpr int64_t kFewElements = 16384;  // 64 KB take about as long as waking the other threads
+
+}  // namespace
+
+void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, float* out,
+                        float* mean, float* rstd, int64_t rows, int64_t cols, float eps) {
+#pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
+  for (int64_t r = 0; r < rows; r++) {
+    const float* row = x + r * cols;
+    const Moments m = moments(row, cols, row_sum(row, cols), eps);
+    mean[r] = m.mean;
+    rstd[r] = m.rstd;
+    normalise_row(row, m, weight, bias, out + r * cols, cols);
+  }
+}
+
+void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
+                       const float* weight, const float* beta, float* z, float* out, float* mean,
+                       float* rstd, int64_t rows, int64_t cols, float eps, float p, uint64_t key) {
+  const DropoutRate rate(p);
+  const auto join = bias ? (p > 0 ? join_row<true, true> : join_row<true, false>)
+                         : (p > 0 ? join_row<false, true> : join_row<false, false>);
+#pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
+  for (int64_t r = 0; r < rows; r++) {
+    const int64_t at = r * cols;
+    const float total = join(y + at, bias, residual + at, z + at, cols, row_key(key, r), rate);
+    const Moments m = moments(z + at, cols, total, eps);
+    mean[r] = m.mean;
+    rstd[r] = m.rstd;
+    normalise_row(z + at, m, weight, beta, out + at, cols);
+  }
+}
+
+void KERNEL(layer_norm_backward)(const float* grad_out, const float* z, const float* mean,
+                                 const float* rstd, const float* weight, const float* grad_sum,
+                                 float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
+                                 float* grad_bias, int64_t rows, int64_t cols, float p,
+                                 uint64_t key) {
+  const DropoutRate rate(p);
+  const auto backward_row = p > 0 ? norm_backward_row<true> : norm_backward_row<false>;
+  const RowChunks chunks(rows);
+  const ColumnSums sums(chunks, 3, cols);
+#pragma omp parallel if (rows * cols > kFewElements)
+  {
+#pragma omp for schedule(static)
+    for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
+      sums.clear(chunk);
+      const NormSums add = {sums.row(chunk, 0), sums.row(chunk, 1), sums.row(chunk, 2)};
+      for (int64_t r = chunks.first(chunk); r < chunks.last(chunk); r++) {
+        const int64_t at = r * cols;
+        backward_row(grad_out + at, z + at, {mean[r], rstd[r]}, weight,
+                     grad_sum ? grad_sum + at : nullptr, grad_z + at,
+                     grad_y ? grad_y + at : nullptr, add, cols, row_key(key, r), rate);
+      }
+    }
+    sums.total(0, grad_weight);
+    sums.total(1, grad_beta);
+    sums.total(2, grad_bias);
+  }
+}

@@ -1,0 +1,156 @@
+"""LayerNorm over the last dimension, alone and after a residual sum (the start of a pre-norm block)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cputrain import native
+from cputrain.ops.dropout import draw_key
+from cputrain.ops.operands import address, contiguous, require_float32, require_size, rows_and_cols
+
+
+def layer_norm_forward(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and each row's mean and 1 / deviation for the backward; x is contiguous."""
+    rows, cols = rows_and_cols(x)
+    out, mean, rstd = torch.empty_like(x), x.new_empty(rows), x.new_empty(rows)
+    native.kernels().layer_norm(
+        *map(address, (x, weight, bias, out, mean, rstd)),
+        rows,
+        cols,
+        eps,
+    )
+    return out, mean, rstd
+
+
+def layer_norm_backward(
+    grad_out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, weight and bias."""
+    grad_x, _, grad_weight, grad_bias, _ = joined_norm_backward(grad_out, x, mean, rstd, weight, None, 0.0, 0, False)
+    return grad_x, grad_weight, grad_bias
+
+
+def joined_norm_forward(
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor | None,
+    beta: Tensor | None,
+    eps: float,
+    p: float,
+    key: int,
+    z: Tensor,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """z = residual + dropout(y + bias), which is written into `z`, and its LayerNorm, mean and 1 / deviation."""
+    rows, cols = rows_and_cols(y)
+    out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
+    native.kernels().post_norm(
+        *map(address, (y, bias, residual, weight, beta, z, out, mean, rstd)),
+        rows,
+        cols,
+        eps,
+        p,
+        key,
+    )
+    return out, mean, rstd
+
+
+def joined_norm_backward(
+    grad_out: Tensor,
+    z: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    grad_sum: Tensor | None,
+    p: float,
+    key: int,
+    want_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
+    """The gradients of z (to which grad_sum is added), y, weight, beta and bias; y's is z's own without dropout."""
+    rows, cols = rows_and_cols(z)
+    grad_z = torch.empty_like(z)
+    grad_y = torch.empty_like(z) if p > 0 else None
+    grad_weight, grad_beta = z.new_empty(cols), z.new_empty(cols)
+    grad_bias = z.new_empty(cols) if want_bias else None
+    native.kernels().layer_norm_backward(
+        *map(address, (grad_out, z, mean, rstd, weight, grad_sum)),
+        *map(address, (grad_z, grad_y, grad_weight, grad_beta, grad_bias)),
+        rows,
+        cols,
+        p,
+        key,
+    )
+    return grad_z, grad_z if grad_y is None else grad_y, grad_weight, grad_beta, grad_bias
+
+
+class _LayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+        x, weight, bias = contiguous(x, weight, bias)
+        out, mean, rstd = layer_norm_forward(x, weight, bias, eps)
+        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.has_bias = bias is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        x, mean, rstd, weight = ctx.saved_tensors
+        grad_x, grad_weight, grad_bias = layer_norm_backward(grad_out.contiguous(), x, mean, rstd, weight)
+        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None
+
+
+class _ResidualLayerNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, residual, weight, bias, eps, p, key) -> tuple[Tensor, Tensor]:
+        x, residual, weight, bias = contiguous(x, residual, weight, bias)
+        total = torch.empty_like(x)
+        out, mean, rstd = joined_norm_forward(x, None, residual, weight, bias, eps, p, key, total)
+        ctx.save_for_backward(total, mean, rstd, weight)
+        ctx.has_bias, ctx.p, ctx.key = bias is not None, p, key
+        ctx.set_materialize_grads(False)
+        return total, out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_sum: Tensor | None, grad_out: Tensor | None):
+        total, mean, rstd, weight = ctx.saved_tensors
+        grad_out = torch.zeros_like(total) if grad_out is None else grad_out.contiguous()
+        grad_sum = None if grad_sum is None else grad_sum.contiguous()
+        grad_residual, grad_x, grad_weight, grad_bias, _ = joined_norm_backward(
+            grad_out, total, mean, rstd, weight, grad_sum, ctx.p, ctx.key, False
+        )
+        grad_weight = None if weight is None else grad_weight
+        return grad_x, grad_residual, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+
+
+def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`torch.nn.functional.layer_norm` over the last dimension."""
+    require_float32("layer_norm", x=x, weight=weight, bias=bias)
+    require_size("layer_norm", tuple(x.shape[-1:]), weight=weight, bias=bias)
+    return _LayerNorm.apply(x, weight, bias, eps)
+
+
+def residual_layer_norm(
+    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """The sum residual + dropout(x), and its LayerNorm."""
+    require_float32("residual_layer_norm", x=x, residual=residual, weight=weight, bias=bias)
+    require_size("residual_layer_norm", tuple(x.shape), residual=residual)
+    require_size("residual_layer_norm", tuple(x.shape[-1:]), weight=weight, bias=bias)
+    return _ResidualLayerNorm.apply(x, residual, weight, bias, eps, p, draw_key() if p > 0 else 0)
+
+
+def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """`layer_norm` in PyTorch."""
+    return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
+def residual_plain(x, residual, weight, bias, eps, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """`residual_layer_norm` in PyTorch; `factors` is what dropout multiplies by."""
+    total = residual + (x if factors is None else x * factors)
+    return total, plain(total, weight, bias, eps)

@@ -1,0 +1,63 @@
+"""LayerNorm(residual + dropout(y + bias)): the end of a post-norm block, in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cputrain.ops import layer_norm
+from cputrain.ops.dropout import draw_key
+from cputrain.ops.operands import contiguous, require_float32, require_size
+
+
+def post_norm_forward(
+    y: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, beta: Tensor, eps: float, p: float, key: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The result, and each row's mean and 1 / deviation. y, contiguous, is overwritten with the sum before the norm."""
+    return layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, y)
+
+
+def post_norm_backward(
+    grad_out: Tensor, z: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor, p: float, key: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of residual, y, weight, beta and bias; that of y is the residual's own tensor without dropout."""
+    grads = layer_norm.joined_norm_backward(grad_out, z, mean, rstd, weight, None, p, key, True)
+    return grads  # type: ignore[return-value]
+
+
+class _PostNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y, bias, residual, weight, beta, eps, p, key) -> Tensor:
+        y, bias, residual, weight, beta = contiguous(y, bias, residual, weight, beta)
+        z = torch.empty_like(y)
+        out, mean, rstd = layer_norm.joined_norm_forward(y, bias, residual, weight, beta, eps, p, key, z)
+        ctx.save_for_backward(z, mean, rstd, weight)
+        ctx.p, ctx.key, ctx.has_bias = p, key, bias is not None
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out: Tensor):
+        z, mean, rstd, weight = ctx.saved_tensors
+        grad_z, grad_y, grad_weight, grad_beta, grad_bias = post_norm_backward(
+            grad_out.contiguous(), z, mean, rstd, weight, ctx.p, ctx.key
+        )
+        return grad_y, grad_bias if ctx.has_bias else None, grad_z, grad_weight, grad_beta, None, None, None
+
+
+def post_norm(
+    y: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, beta: Tensor, eps: float, p: float
+) -> Tensor:
+    """LayerNorm(residual + dropout(y + bias)) over the last dimension."""
+    require_float32("post_norm", y=y, bias=bias, residual=residual, weight=weight, beta=beta)
+    require_size("post_norm", tuple(y.shape), residual=residual)
+    require_size("post_norm", tuple(y.shape[-1:]), bias=bias, weight=weight, beta=beta)
+    return _PostNorm.apply(y, bias, residual, weight, beta, eps, p, draw_key() if p > 0 else 0)
+
+
+def plain(y, bias, residual, weight, beta, eps, factors: Tensor | None = None) -> Tensor:
+    """The same in PyTorch; `factors` is what dropout multiplies by."""
+    y = y if bias is None else y + bias
+    y = y if factors is None else y * factors
+    return layer_norm.plain(residual + y, weight, beta, eps)

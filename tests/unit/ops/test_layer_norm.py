@@ -1,0 +1,169 @@
+"""LayerNorm alone, after a residual sum, and after bias, dropout and residual: forward and every gradient."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accuracy import assert_as_accurate
+
+from cputrain.ops import layer_norm as norm
+from cputrain.ops import post_norm as post
+from cputrain.ops.dropout import factors
+
+KEY = 0x9ABCDEF012345678
+SHAPES = [(1, 1), (7, 63), (3, 65), (2, 5, 384), (130, 33), (0, 8), (33,), (3, 770), (67, 17)]
+
+
+def _leaves(tensors, dtype):
+    return [None if t is None else t.detach().to(dtype).requires_grad_() for t in tensors]
+
+
+def _run(function, tensors, grads, dtype):
+    """Outputs, then the gradient of every tensor."""
+    leaves = _leaves(tensors, dtype)
+    outputs = function(*leaves)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    torch.autograd.backward(outputs, [g.to(dtype) for g in grads])
+    return [o.detach() for o in outputs] + [None if leaf is None else leaf.grad for leaf in leaves]
+
+
+def _factors(p, shape, dtype):
+    if p == 0:
+        return None
+    rows = torch.Size(shape).numel() // max(shape[-1], 1)
+    return factors(KEY, p, rows, shape[-1]).view(shape).to(dtype)
+
+
+def _check(ours, twin, tensors, outputs, names):
+    grads = [torch.randn(tensors[0].shape) for _ in range(outputs)]
+    assert_as_accurate(
+        _run(ours, tensors, grads, torch.float32),
+        _run(lambda *a: twin(torch.float32, *a), tensors, grads, torch.float32),
+        _run(lambda *a: twin(torch.float64, *a), tensors, grads, torch.float64),
+        names,
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+def test_layer_norm(isa, shape, affine):
+    x = torch.randn(shape) * 3 + 1
+    weight = None if affine == "none" else torch.randn(shape[-1])
+    bias = torch.randn(shape[-1]) if affine == "both" else None
+    _check(
+        lambda *a: norm.layer_norm(*a, 1e-5),
+        lambda dtype, *a: norm.plain(*a, 1e-5),
+        [x, weight, bias],
+        1,
+        ["out", "grad_x", "grad_weight", "grad_bias"],
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_residual_layer_norm(isa, shape, p, monkeypatch):
+    monkeypatch.setattr(norm, "draw_key", lambda: KEY)
+    tensors = [torch.randn(shape), torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])]
+    _check(
+        lambda *a: norm.residual_layer_norm(*a, 1e-5, p),
+        lambda dtype, *a: norm.residual_plain(*a, 1e-5, _factors(p, shape, dtype)),
+        tensors,
+        2,
+        ["sum", "normed", "grad_x", "grad_residual", "grad_weight", "grad_bias"],
+    )
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_post_norm(isa, shape, p, with_bias, monkeypatch):
+    monkeypatch.setattr(post, "draw_key", lambda: KEY)
+    bias = torch.randn(shape[-1]) if with_bias else None
+    tensors = [torch.randn(shape), bias, torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])]
+    _check(
+        lambda *a: post.post_norm(*a, 1e-12, p),
+        lambda dtype, *a: post.plain(*a, 1e-12, _factors(p, shape, dtype)),
+        tensors,
+        1,
+        ["out", "grad_y", "grad_bias", "grad_residual", "grad_weight", "grad_beta"],
+    )
+
+
+def test_only_one_output_used(isa):
+    tensors = [torch.randn(5, 40), torch.randn(5, 40), torch.randn(40), torch.randn(40)]
+    for used in (0, 1):
+        leaves, twins = _leaves(tensors, torch.float32), _leaves(tensors, torch.float64)
+        norm.residual_layer_norm(*leaves, 1e-5)[used].sum().backward()
+        norm.residual_plain(*twins, 1e-5)[used].sum().backward()
+        for leaf, twin in zip(leaves, twins, strict=True):
+            expected = torch.zeros_like(twin) if twin.grad is None else twin.grad
+            torch.testing.assert_close(leaf.grad.double(), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_same_bits_with_any_number_of_threads(isa, threads):
+    """Enough rows for several chunks, which three threads share unevenly."""
+    torch.manual_seed(5)
+    tensors = [torch.randn(1111, 200), torch.randn(200), torch.randn(1111, 200), torch.randn(200), torch.randn(200)]
+    grad = torch.randn(1111, 200)
+
+    def everything():
+        torch.manual_seed(6)
+        return _run(lambda *a: post.post_norm(*a, 1e-5, 0.1), tensors, [grad], torch.float32)
+
+    ours = everything()
+    torch.set_num_threads(1)
+    for with_threads, alone in zip(ours, everything(), strict=True):
+        assert torch.equal(with_threads, alone)
+
+
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
+    y, bias, residual = torch.randn(9, 50), torch.randn(50), torch.randn(9, 50)
+    weight, beta = torch.randn(50), torch.randn(50)
+    expected = residual.double() + (y + bias).double() * (factors(KEY, p, 9, 50) if p else 1)
+    out, mean, rstd = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
+    torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(mean, y.mean(1))
+    torch.testing.assert_close(rstd, 1 / (y.var(1, unbiased=False) + 1e-5).sqrt())
+    grad_z, grad_y, *_ = post.post_norm_backward(torch.randn(9, 50), y, mean, rstd, weight, p, KEY)
+    assert (grad_z is grad_y) == (p == 0)
+
+
+def test_post_norm_leaves_its_inputs_alone(isa):
+    tensors = [torch.randn(4, 33), torch.randn(33), torch.randn(4, 33), torch.randn(33), torch.randn(33)]
+    before = [t.clone() for t in tensors]
+    post.post_norm(*tensors, 1e-5, 0.5)
+    assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
+
+
+def test_non_contiguous_and_expanded(isa):
+    x, weight = torch.randn(40, 6).t(), torch.randn(80)[::2]
+    torch.testing.assert_close(norm.layer_norm(x, weight, None, 1e-5), norm.plain(x, weight, None, 1e-5))
+    leaf = x.clone().requires_grad_()
+    norm.layer_norm(leaf, weight, None, 1e-5).sum().backward()  # an expanded gradient
+    assert torch.isfinite(leaf.grad).all()
+
+
+def test_large_mean_does_not_cancel(isa):
+    """E[x²] - E[x]² would lose all digits here: the mean is 4096 times the deviation."""
+    x = torch.randn(4, 384) + 4096
+    exact = norm.plain(x.double(), None, None, 1e-5)
+    stock = norm.plain(x, None, None, 1e-5)
+    assert_as_accurate([norm.layer_norm(x, None, None, 1e-5)], [stock], [exact], ["out"])
+
+
+def test_nan_stays_in_its_row(isa):
+    x = torch.randn(3, 40)
+    x[1, 39] = float("nan")
+    nan = norm.layer_norm(x, torch.ones(40), torch.zeros(40), 1e-5).isnan()
+    assert nan[1].all() and not nan[0].any() and not nan[2].any()
+
+
+def test_wrong_tensors_are_named():
+    x = torch.randn(3, 4)
+    with pytest.raises(ValueError, match=r"weight must be float32 on the CPU, found torch.float64"):
+        norm.layer_norm(x, torch.ones(4).double(), None, 1e-5)
+    with pytest.raises(ValueError, match=r"bias must have the shape \(4,\), found \(5,\)"):
+        norm.layer_norm(x, None, torch.ones(5), 1e-5)
+    with pytest.raises(ValueError, match=r"residual must have the shape \(3, 4\)"):
+        post.post_norm(x, None, torch.randn(4), torch.ones(4), torch.ones(4), 1e-5, 0.0)
