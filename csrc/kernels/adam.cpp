@@ -1,9 +1,8 @@
 // Adam and AdamW: every parameter, its gradient and both moments are read once and written once.
 //
-// The arithmetic is that of torch.optim.adam._single_tensor_adam, operation by operation, so that a step
-// rounds as stock's does: contraction of a*b+c is off, and fused where stock fuses.
-#pragma GCC optimize("fp-contract=off")
-
+// The arithmetic is that of torch.optim.adam._single_tensor_adam, operation by operation, so that a
+// step rounds as stock's does: CMakeLists.txt switches the contraction of a*b+c off, and what stock
+// fuses is fused here by name.
 #include <cmath>
 
 #include "api.h"
@@ -51,20 +50,23 @@ struct Pointers {
   float *average, *square;
 };
 
-// Rates come by value: behind a reference, the stores could change them and each would be read again.
-inline void update_block(Pointers at, int64_t begin, int64_t end, AdamRates rates, AdamCorrections corrections) {
+// Rates come by value: behind a reference, the stores could change them and each would be read
+// again.
+inline void update_block(Pointers at, int64_t begin, int64_t end, AdamRates rates,
+                         AdamCorrections corrections) {
   int64_t i = begin;
   for (; i + kWidth <= end; i += kWidth) {
-    const Element x = update({load(at.param + i), load(at.grad + i), load(at.average + i), load(at.square + i)},
-                             rates, corrections);
+    const Element x =
+        update({load(at.param + i), load(at.grad + i), load(at.average + i), load(at.square + i)},
+               rates, corrections);
     store(at.param + i, x.param);
     store(at.average + i, x.average);
     store(at.square + i, x.square);
   }
   if (i == end) return;
   const int n = (int)(end - i);
-  const Element x = update({load_part(at.param + i, n), load_part(at.grad + i, n), load_part(at.average + i, n),
-                            load_part(at.square + i, n)},
+  const Element x = update({load_part(at.param + i, n), load_part(at.grad + i, n),
+                            load_part(at.average + i, n), load_part(at.square + i, n)},
                            rates, corrections);
   store_part(at.param + i, x.param, n);
   store_part(at.average + i, x.average, n);
@@ -73,19 +75,28 @@ inline void update_block(Pointers at, int64_t begin, int64_t end, AdamRates rate
 
 }  // namespace
 
-void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params, const float* const* grads,
-                  float* const* averages, float* const* squares, float* const* steps, double lr, double beta1,
-                  double beta2, double eps, double weight_decay, int64_t decoupled) {
+void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params,
+                  const float* const* grads, float* const* averages, float* const* squares,
+                  float* const* steps, double lr, double beta1, double beta2, double eps,
+                  double weight_decay, int64_t decoupled) {
   // Without weight decay both kinds are one: the parameter is multiplied by 1.
-  const AdamRates rates = {(float)weight_decay, (float)(1 - lr * weight_decay), (float)(1 - beta1), (float)beta2,
-                           (float)(1 - beta2),  (float)eps,                     decoupled || weight_decay == 0};
-  AdamCorrections* corrections = static_cast<AdamCorrections*>(malloc(count * sizeof(AdamCorrections)));
+  const AdamRates rates = {(float)weight_decay,
+                           (float)(1 - lr * weight_decay),
+                           (float)(1 - beta1),
+                           (float)beta2,
+                           (float)(1 - beta2),
+                           (float)eps,
+                           decoupled || weight_decay == 0};
+  AdamCorrections* corrections =
+      static_cast<AdamCorrections*>(malloc(count * sizeof(AdamCorrections)));
   for (int64_t t = 0; t < count; t++) {
     *steps[t] += 1;
-    corrections[t] = t > 0 && *steps[t] == *steps[t - 1] ? corrections[t - 1]
-                                                         : corrections_at(*steps[t], lr, beta1, beta2);
+    corrections[t] = t > 0 && *steps[t] == *steps[t - 1]
+                         ? corrections[t - 1]
+                         : corrections_at(*steps[t], lr, beta1, beta2);
   }
-  // The root of a flushed square is below 4e-18: with any usual eps it is lost in the denominator's sum.
+  // The root of a flushed square is below 4e-18: with any usual eps it is lost in the denominator's
+  // sum.
   const bool flush = eps >= 1e-10;
   const Blocks blocks(count, sizes);
   for_each_block(blocks, [&](int64_t, int64_t t, int64_t begin, int64_t end) {

@@ -1,7 +1,7 @@
 // One parallel pass over the elements of many tensors, as the optimizers need it.
 //
-// Every tensor is cut into blocks of kBlock elements, and the blocks of all tensors are dealt to the
-// threads in equal, contiguous shares. The cut doesn't depend on the number of threads.
+// Every tensor is cut into blocks of kBlock elements, and the blocks of all tensors are dealt to
+// the threads in equal, contiguous shares. The cut doesn't depend on the number of threads.
 #pragma once
 
 #include <cstdint>
@@ -11,8 +11,8 @@
 
 namespace {
 
-// 64 KB of each tensor: long enough for the hardware's prefetchers, short enough that no thread waits
-// long for another at the end of the pass.
+// 64 KB of each tensor: long enough for the hardware's prefetchers, short enough that no thread
+// waits long for another at the end of the pass.
 constexpr int64_t kBlock = 16384;
 
 // Which block is whose: tensor t has the blocks first[t] … first[t + 1] - 1.
@@ -51,9 +51,9 @@ void for_each_block(const Blocks& blocks, Visit visit) {
   }
 }
 
-// Numbers below 1.2e-38 count as zero while this lives, if asked. The moments of parameters that get no
-// gradient (rows of an embedding) decay into that range and stay there, where Intel's multipliers take
-// an assist of about 150 cycles per instruction.
+// Numbers below 1.2e-38 count as zero while this lives, if asked. The moments of parameters that
+// get no gradient (rows of an embedding) decay into that range and stay there, where Intel's
+// multipliers take an assist of about 150 cycles per instruction.
 class FlushDenormals {
  public:
   explicit FlushDenormals(bool wanted) : before_(_mm_getcsr()) {
@@ -65,8 +65,8 @@ class FlushDenormals {
   unsigned before_;
 };
 
-// a · b + c with one rounding where there is an instruction for it. The optimizers are compiled without
-// contraction and say where stock PyTorch rounds once.
+// a · b + c with one rounding where there is an instruction for it. The optimizers are compiled
+// without contraction and say where stock PyTorch rounds once.
 inline Vec fused_multiply_add(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)
   return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
