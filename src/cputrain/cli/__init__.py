@@ -11,7 +11,7 @@ from types import TracebackType
 import typer
 
 from cputrain import __version__
-from cputrain.cli.doctor import doctor
+from cputrain.cli import doctor
 
 app = typer.Typer(
     name="cputrain",
@@ -21,7 +21,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command()(doctor)
+app.command()(doctor.doctor)
 
 
 def main() -> None:
