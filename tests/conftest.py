@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 
 import pytest
 import torch
@@ -32,3 +33,14 @@ def threads(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(int(os.environ.get("CPUTRAIN_TEST_SEED", "0")))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """`needs_program("ip", "iproute2")`: skipped where the program is missing, but CI installs it and must not skip."""
+    for mark in item.iter_markers("needs_program"):
+        program, package = mark.args
+        if shutil.which(program) is None:
+            reason = f"needs {program}, from the root package {package}"
+            if os.environ.get("CI"):
+                pytest.fail(f"{reason}, which .ci/run should have installed", pytrace=False)
+            pytest.skip(reason)

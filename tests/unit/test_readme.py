@@ -1,0 +1,72 @@
+"""The README can't drift: its tree, its paths, its links and its commands exist."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from cputrain.cli import app
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+FENCED = re.findall(r"^```\w*\n(.*?)^```$", README, re.DOTALL | re.MULTILINE)
+INLINE = re.findall(r"`([^`\n]+)`", re.sub(r"^```.*?^```$", "", README, flags=re.DOTALL | re.MULTILINE))
+CODE = "\n".join([*FENCED, *INLINE])
+
+
+def tree_paths(tree: str) -> Iterator[str]:
+    """`name/` opens a folder, two more blanks are one level deeper, two blanks after a name begin its comment."""
+    folders: list[str] = []
+    for line in filter(str.strip, tree.splitlines()):
+        depth = (len(line) - len(line.lstrip())) // 2
+        name = re.split(r"\s{2,}", line.strip())[0]
+        del folders[depth:]
+        yield "".join([*folders, name])
+        if name.endswith("/"):
+            folders.append(name)
+
+
+TREE = list(tree_paths(re.search(r"^## Where things are\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[1]))
+LINKS = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+# Files and folders that the text names in passing, such as `src/cputrain/ops/dropout.py`.
+NAMED = [word for word in INLINE if re.fullmatch(r"[\w.]+/[\w./]*", word)]
+MAKE_TARGETS = sorted(set(re.findall(r"\bmake ([a-z]+)", CODE)))
+SUB_COMMANDS = sorted(set(re.findall(r"(?:^|[^\w/.])cputrain ([a-z]\w*)", CODE, re.MULTILINE)))
+
+
+def test_a_tree_is_read_as_it_is_drawn() -> None:
+    drawn = "a/\n  b/      what b is\n    c.py  what c is\n  d.py\ne/f.txt\n"
+    assert list(tree_paths(drawn)) == ["a/", "a/b/", "a/b/c.py", "a/d.py", "e/f.txt"]
+
+
+def test_there_is_something_to_check() -> None:
+    assert len(TREE) > 10
+    assert {"demo", "test", "build"} <= set(MAKE_TARGETS)
+    assert "doctor" in SUB_COMMANDS
+    assert "LICENSE" in LINKS
+
+
+@pytest.mark.parametrize("path", sorted({*TREE, *LINKS, *NAMED}))
+def test_paths_exist(path: str) -> None:
+    found = ROOT / path
+    assert found.is_dir() if path.endswith("/") else found.is_file()
+
+
+@pytest.mark.parametrize("target", MAKE_TARGETS)
+def test_make_targets_exist(target: str) -> None:
+    assert re.search(rf"^{target}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", SUB_COMMANDS)
+def test_sub_commands_exist(name: str) -> None:
+    assert name in typer.main.get_group(app).commands
+
+
+def test_every_script_that_make_runs_exists() -> None:
+    scripts = re.findall(r"python ([\w/]+\.py)", (ROOT / "Makefile").read_text())
+    assert scripts
+    assert [script for script in scripts if not (ROOT / script).is_file()] == []
