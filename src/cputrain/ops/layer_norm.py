@@ -89,7 +89,7 @@ def joined_norm_backward(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    def forward(ctx, x, weight, bias, eps):
         x, weight, bias = contiguous(x, weight, bias)
         out, mean, rstd = layer_norm_forward(x, weight, bias, eps)
         ctx.save_for_backward(x, mean, rstd, weight)
@@ -98,7 +98,7 @@ class _LayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: Tensor):
+    def backward(ctx, grad_out):
         x, mean, rstd, weight = ctx.saved_tensors
         grad_x, grad_weight, grad_bias = layer_norm_backward(grad_out.contiguous(), x, mean, rstd, weight)
         return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None
@@ -106,7 +106,7 @@ class _LayerNorm(torch.autograd.Function):
 
 class _ResidualLayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, p, key) -> tuple[Tensor, Tensor]:
+    def forward(ctx, x, residual, weight, bias, eps, p, key):
         x, residual, weight, bias = contiguous(x, residual, weight, bias)
         total = torch.empty_like(x)
         out, mean, rstd = joined_norm_forward(x, None, residual, weight, bias, eps, p, key, total)
@@ -117,7 +117,7 @@ class _ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_sum: Tensor | None, grad_out: Tensor | None):
+    def backward(ctx, grad_sum, grad_out):
         total, mean, rstd, weight = ctx.saved_tensors
         grad_out = torch.zeros_like(total) if grad_out is None else grad_out.contiguous()
         grad_sum = None if grad_sum is None else grad_sum.contiguous()
@@ -150,7 +150,7 @@ def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> 
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def residual_plain(x, residual, weight, bias, eps, factors: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def residual_plain(x, residual, weight, bias, eps, factors=None):
     """`residual_layer_norm` in PyTorch; `factors` is what dropout multiplies by."""
     total = residual + (x if factors is None else x * factors)
     return total, plain(total, weight, bias, eps)

@@ -23,12 +23,12 @@ def post_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The gradients of residual, y, weight, beta and bias; that of y is the residual's own tensor without dropout."""
     grads = layer_norm.joined_norm_backward(grad_out, z, mean, rstd, weight, None, p, key, True)
-    return grads  # type: ignore[return-value]
+    return grads
 
 
 class _PostNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, y, bias, residual, weight, beta, eps, p, key) -> Tensor:
+    def forward(ctx, y, bias, residual, weight, beta, eps, p, key):
         y, bias, residual, weight, beta = contiguous(y, bias, residual, weight, beta)
         z = torch.empty_like(y)
         out, mean, rstd = layer_norm.joined_norm_forward(y, bias, residual, weight, beta, eps, p, key, z)
@@ -38,7 +38,7 @@ class _PostNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_out: Tensor):
+    def backward(ctx, grad_out):
         z, mean, rstd, weight = ctx.saved_tensors
         grad_z, grad_y, grad_weight, grad_beta, grad_bias = post_norm_backward(
             grad_out.contiguous(), z, mean, rstd, weight, ctx.p, ctx.key
@@ -56,7 +56,7 @@ def post_norm(
     return _PostNorm.apply(y, bias, residual, weight, beta, eps, p, draw_key() if p > 0 else 0)
 
 
-def plain(y, bias, residual, weight, beta, eps, factors: Tensor | None = None) -> Tensor:
+def plain(y, bias, residual, weight, beta, eps, factors=None):
     """The same in PyTorch; `factors` is what dropout multiplies by."""
     y = y if bias is None else y + bias
     y = y if factors is None else y * factors

@@ -121,7 +121,7 @@ def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
     y, bias, residual = torch.randn(9, 50), torch.randn(50), torch.randn(9, 50)
     weight, beta = torch.randn(50), torch.randn(50)
     expected = residual.double() + (y + bias).double() * (factors(KEY, p, 9, 50) if p else 1)
-    out, mean, rstd = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
+    _, mean, rstd = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean, y.mean(1))
     torch.testing.assert_close(rstd, 1 / (y.var(1, unbiased=False) + 1e-5).sqrt())

@@ -1,0 +1,234 @@
+"""Each kernel against its plain twin, and against what the machine's memory or arithmetic allows.
+
+    python benchmarks/kernels.py                            # everything, with this CPU's best instructions
+    python benchmarks/kernels.py --isa avx2 --only norm     # both sides limited to AVX2, kernels named so
+    python benchmarks/kernels.py --threads 1 --json
+
+A case's three parts (ours, the twin, the limit) run in turns and each figure is a median, so that a noisy neighbour
+troubles all three alike. The limit is the time that torch's `copy_` needs for as many bytes as the kernel must read and
+write, or torch's best fp32 matrix product for as many operations: `share` is limit / ours.
+
+To add a kernel: write a generator of `Case`s and decorate it with `@kernel`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from interleaved import environment, usable_cores
+from machine import cpuinfo, table
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
+
+
+@dataclass
+class Case:
+    """`bytes_moved` (read and written, each once) or `operations` says what the kernel can't do without."""
+
+    name: str
+    ours: Callable[[], object]
+    twin: Callable[[], object]
+    bytes_moved: float = 0
+    operations: float = 0
+
+
+KERNELS: dict[str, Callable[[], Iterator[Case]]] = {}
+
+
+def kernel(cases: Callable[[], Iterator[Case]]) -> Callable[[], Iterator[Case]]:
+    KERNELS[cases.__name__] = cases
+    return cases
+
+
+# Tokens × hidden of the models that the floors are stated for, and one that no cache holds twice.
+SIZES = [(4608, 384), (4608, 768), (65536, 768)]
+
+
+def _name(what: str, rows: int, cols: int) -> str:
+    return f"{what} {rows}x{cols}"
+
+
+def _gradients(outputs, inputs, grads) -> None:
+    """Of the twin: only the backward is timed, so the graph is kept."""
+    import torch
+
+    torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+
+
+@kernel
+def layer_norm() -> Iterator[Case]:
+    import torch
+
+    from cputrain.ops.layer_norm import layer_norm_backward, layer_norm_forward, plain
+
+    for rows, cols in SIZES:
+        x, grad = torch.randn(rows, cols), torch.randn(rows, cols)
+        weight, bias = torch.randn(cols), torch.randn(cols)
+        yield Case(
+            _name("layer_norm", rows, cols),
+            lambda x=x, w=weight, b=bias: layer_norm_forward(x, w, b, 1e-5),
+            lambda x=x, w=weight, b=bias: plain(x, w, b, 1e-5),
+            bytes_moved=2 * x.nbytes,
+        )
+        _, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5)
+        leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+        out = plain(*leaves, 1e-5)
+        yield Case(
+            _name("layer_norm backward", rows, cols),
+            lambda g=grad, x=x, m=mean, r=rstd, w=weight: layer_norm_backward(g, x, m, r, w),
+            lambda out=out, leaves=leaves, g=grad: _gradients(out, leaves, g),
+            bytes_moved=3 * x.nbytes,
+        )
+
+
+@kernel
+def post_norm() -> Iterator[Case]:
+    import torch
+
+    from cputrain.ops.post_norm import plain, post_norm_backward, post_norm_forward
+
+    for rows, cols in SIZES:
+        y, residual, grad = (torch.randn(rows, cols) for _ in range(3))
+        bias, weight, beta = (torch.randn(cols) for _ in range(3))
+        for p in (0.1, 0.0):
+            out, mean, rstd = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
+            leaves = [t.clone().requires_grad_() for t in (y, bias, residual, weight, beta)]
+
+            def twin(leaves=leaves, p=p):
+                # In training stock draws its mask each time: that is part of what it costs.
+                z = torch.nn.functional.dropout(leaves[0] + leaves[1], p) + leaves[2]
+                return torch.nn.functional.layer_norm(z, z.shape[-1:], *leaves[3:], 1e-5)
+
+            yield Case(
+                _name(f"post_norm p={p}", rows, cols),
+                lambda y=y, r=residual, b=bias, w=weight, e=beta, p=p: post_norm_forward(y, b, r, w, e, 1e-5, p, 1),
+                twin,
+                bytes_moved=4 * y.nbytes,
+            )
+            kept = twin()
+            yield Case(
+                _name(f"post_norm backward p={p}", rows, cols),
+                lambda g=grad, y=y, m=mean, r=rstd, w=weight, p=p: post_norm_backward(g, y, m, r, w, p, 1),
+                lambda kept=kept, leaves=leaves, g=grad: _gradients(kept, leaves, g),
+                bytes_moved=(4 if p else 3) * y.nbytes,
+            )
+
+
+def copy_limit(bytes_moved: float) -> Callable[[], object]:
+    """A copy that reads and writes as many bytes in all, so that as much of it fits the caches."""
+    import torch
+
+    source = torch.randn(max(int(bytes_moved) // 8, 1))
+    target = torch.empty_like(source)
+    return lambda: target.copy_(source)
+
+
+def product_limit(operations: float) -> tuple[Callable[[], object], float]:
+    """torch's product of two large matrices, and how many times it would fit into `operations`."""
+    import torch
+
+    size = 1024
+    a, b, c = (torch.randn(size, size) for _ in range(3))
+    return lambda: torch.mm(a, b, out=c), operations / (2 * size**3)
+
+
+def seconds(function: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    function()
+    return time.perf_counter() - start
+
+
+def measure(case: Case, budget: float) -> dict[str, float | str]:
+    """Medians over as many turns as fit the budget (seconds), at least five."""
+    if case.bytes_moved:
+        limit, scale = copy_limit(case.bytes_moved), 1.0
+    else:
+        limit, scale = product_limit(case.operations)
+    parts = [case.ours, case.twin, limit]
+    for part in parts:
+        part()
+    turns: list[list[float]] = []
+    end = time.perf_counter() + budget
+    while len(turns) < 5 or time.perf_counter() < end:
+        turns.append([seconds(part) for part in parts])
+    ours, twin, bound = (statistics.median(times) for times in zip(*turns, strict=True))
+    bound *= scale
+    amount = case.bytes_moved or case.operations
+    return {
+        "kernel": case.name,
+        "ours_ms": ours * 1e3,
+        "twin_ms": twin * 1e3,
+        "ratio": statistics.median(t[1] / t[0] for t in turns),
+        "limit_ms": bound * 1e3,
+        "share": statistics.median(scale * t[2] / t[0] for t in turns),
+        "giga_per_second": amount / ours / 1e9,
+        "unit": "GB/s" if case.bytes_moved else "GFLOP/s",
+    }
+
+
+def keep_freed_memory() -> None:
+    """Fresh pages cost more than any kernel here; in training, too, buffers are used again."""
+    libc = ctypes.CDLL(None)
+    for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
+        libc.mallopt(option, value)
+
+
+def printed(result: dict[str, float | str]) -> dict[str, str]:
+    return {
+        "kernel": str(result["kernel"]),
+        "ours": f"{result['ours_ms']:.3f} ms",
+        "twin": f"{result['twin_ms']:.3f} ms",
+        "ratio": f"{result['ratio']:.2f}",
+        "limit": f"{result['limit_ms']:.3f} ms",
+        "share": f"{result['share']:.0%}",
+        "speed": f"{result['giga_per_second']:.1f} {result['unit']}",
+    }
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--isa", choices=["native", "avx2"], default="native", help="avx2 limits both sides to it")
+    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
+    parser.add_argument("--json", action="store_true")
+    return parser.parse_args()
+
+
+def main() -> None:
+    settings = arguments()
+    limits = environment(settings.isa, settings.threads, ours=True)
+    if any(os.environ.get(name) != value for name, value in limits.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | limits)  # read when torch is loaded
+    keep_freed_memory()
+    import torch
+
+    from cputrain import native
+
+    torch.set_num_threads(settings.threads)
+    results = []
+    for cases in KERNELS.values():
+        for case in cases():
+            if settings.only in case.name:
+                results.append(measure(case, settings.seconds))
+                print(f"{case.name}: {results[-1]['share']:.0%}", file=sys.stderr)
+    if settings.json:
+        print(json.dumps(results, indent=1))
+    elif results:
+        print(f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n")
+        print(table([printed(result) for result in results]))
+    else:
+        raise SystemExit(f"no kernel's name contains {settings.only!r}")
+
+
+if __name__ == "__main__":
+    main()
