@@ -1,0 +1,180 @@
+// Attention, forward: tiles of scores that never leave the cache, with a running maximum and sum
+// per query (Milakov and Gimelshein's online softmax; the tiling of FlashAttention).
+#include <omp.h>
+
+#include "attention.h"
+
+namespace {
+
+// The keys and values of one sequence and key/value head, laid out for the products.
+struct Keys {
+  float* transposed;  // tiles of d × kKeyTile
+  float* values;      // L × d
+  int64_t stride;     // of a row of values, of queries and of sums
+};
+
+// One tile of queries on its way through the keys.
+struct Progress {
+  alignas(64) float maximum[kQueryTile];
+  alignas(64) float correction[kQueryTile];  // e^(old maximum - new maximum)
+  alignas(64) Vec sum[kQueryTile];           // of each lane: added up at the end only
+  RowKey row_key[kQueryTile];
+};
+
+inline float row_maximum(const float* row, int64_t columns) {
+  Vec a = load(row), b = a;
+  for (int64_t c = 0; c < columns; c += 2 * kWidth) {
+    a = max(a, load(row + c));
+    b = max(b, load(row + c + kWidth));
+  }
+  return max_lane(max(a, b));
+}
+
+void start(const Head& head, int64_t first_query, int64_t queries, Progress& progress) {
+  for (int64_t r = 0; r < kQueryTile; r++) {
+    progress.maximum[r] = -__FLT_MAX__;  // not -infinity, from which -infinity can't be subtracted
+    progress.sum[r] = Vec{};
+    if (r < queries) progress.row_key[r] = row_key(head.key, head.first_row + first_query + r);
+  }
+}
+
+// Moves every query's maximum to include this tile, and brings what was summed so far to the new
+// maximum.
+void raise_maxima(const float* scores, int64_t queries, int64_t columns, int64_t size,
+                  Progress& progress, float* sums, int64_t stride) {
+  alignas(64) float before[kQueryTile];
+  memcpy(before, progress.maximum, sizeof before);
+  for (int64_t r = 0; r < queries; r++) {
+    const float found = row_maximum(scores + r * kScoreStride, columns);
+    // Written so that a NaN is taken over.
+    progress.maximum[r] = before[r] >= found ? before[r] : found;
+  }
+  for (int64_t r = 0; r < kQueryTile; r += kWidth)
+    store(progress.correction + r, exp_nonpositive(load(before + r) - load(progress.maximum + r)));
+  for (int64_t r = 0; r < queries; r++) {
+    if (progress.correction[r] == 1.f) continue;
+    progress.sum[r] *= progress.correction[r];
+    for (int64_t c = 0; c < size; c += kWidth)
+      store(sums + r * stride + c, load(sums + r * stride + c) * progress.correction[r]);
+  }
+}
+
+// Scores become e^(score - maximum), added up before dropout takes its share.
+template <bool kDropout>
+inline Vec exponentials(float* row, int64_t first_key, int64_t columns, float maximum, RowKey key,
+                        DropoutRate rate) {
+  Vec total{};
+  for (int64_t c = 0; c < columns; c += kDropoutBlock) {
+    Vec factors[kDropoutVecs];
+    if (kDropout) dropout_block(key, rate, first_key + c, factors);
+#pragma GCC unroll 8
+    for (int i = 0; i < kDropoutVecs; i++) {
+      float* at = row + c + i * kWidth;
+      const Vec e = exp_nonpositive(load(at) - maximum);
+      total += e;
+      store(at, kDropout ? e * factors[i] : e);
+    }
+  }
+  return total;
+}
+
+void exponentiate(const Head& head, int64_t queries, int64_t first_key, int64_t columns,
+                  float* scores, Progress& progress) {
+  for (int64_t r = 0; r < queries; r++) {
+    float* row = scores + r * kScoreStride;
+    const RowKey key = progress.row_key[r];
+    const float maximum = progress.maximum[r];
+    progress.sum[r] += head.rate.threshold
+                           ? exponentials<true>(row, first_key, columns, maximum, key, head.rate)
+                           : exponentials<false>(row, first_key, columns, maximum, key, head.rate);
+  }
+}
+
+void finish(const AttentionProblem& problem, const Head& head, int64_t first_query, int64_t queries,
+            float* sums, int64_t stride, const Progress& progress) {
+  for (int64_t r = 0; r < queries; r++) {
+    const int64_t token = head.start + first_query + r;
+    const float total = sum(progress.sum[r]);
+    // All keys masked: zero output, and a log-sum-exp that makes the gradient zero as well.
+    const bool empty = total == 0.f;
+    const float factor = empty ? 0.f : 1.f / total;
+    problem.lse[head.number * problem.total + token] =
+        empty ? kNothing : progress.maximum[r] + logf(total);
+    unpack_rows(sums + r * stride, stride, 1, problem.size, factor,
+                head_rows(problem.out, token, head.number), 0);
+  }
+}
+
+struct Workspace {
+  float *queries, *sums, *scores;
+};
+
+void query_tile(const AttentionProblem& problem, const Head& head, const Keys& keys,
+                int64_t first_query, const Workspace& work) {
+  const int64_t queries = least(kQueryTile, head.length - first_query),
+                padded = round_up(problem.size, kWidth);
+  const int64_t end = head.causal ? first_query + queries : head.length;
+  Progress progress;
+  start(head, first_query, queries, progress);
+  pack_rows(head_rows(problem.q, head.start + first_query, head.number), problem.q.token_stride,
+            queries, problem.size, problem.scale, work.queries, keys.stride);
+  memset(work.sums, 0, queries * keys.stride * sizeof(float));
+  for (int64_t first_key = 0; first_key < end; first_key += kKeyTile) {
+    const int64_t count = least(kKeyTile, end - first_key),
+                  columns = round_up(count, kDropoutBlock);
+    const float* transposed = keys.transposed + first_key / kKeyTile * problem.size * kScoreStride;
+    tile_product<Form::kPlain, Result::kAssign>(
+        queries, round_up(count, kWidth), problem.size, {work.queries, keys.stride},
+        {transposed, kScoreStride}, work.scores, kScoreStride);
+    finish_scores(head, first_query, queries, first_key, count, work.scores);
+    raise_maxima(work.scores, queries, columns, padded, progress, work.sums, keys.stride);
+    exponentiate(head, queries, first_key, columns, work.scores, progress);
+    tile_product<Form::kPlain, Result::kAdd>(queries, padded, count, {work.scores, kScoreStride},
+                                             {keys.values + first_key * keys.stride, keys.stride},
+                                             work.sums, keys.stride);
+  }
+  finish(problem, head, first_query, queries, work.sums, keys.stride, progress);
+}
+
+// One sequence and key/value head, one part of `parts` of its tiles of queries.
+void attend(const AttentionProblem& problem, int64_t sequence, int64_t kv_head, int64_t part,
+            int64_t parts, float* scratch, int64_t max_length) {
+  const int64_t stride = spread_stride(problem.size), group = problem.heads / problem.kv_heads;
+  const int64_t start = problem.starts[sequence], length = problem.lengths[sequence];
+  const int64_t tiles = (length + kQueryTile - 1) / kQueryTile;
+  const int64_t from = tiles * part / parts, to = tiles * (part + 1) / parts;
+  if (from == to) return;
+  Keys keys{scratch, scratch + transposed_floats(max_length, problem.size), stride};
+  Workspace work;
+  work.queries = keys.values + max_length * stride;
+  work.sums = work.queries + kQueryTile * stride;
+  work.scores = work.sums + kQueryTile * stride;
+  pack_transposed(head_rows(problem.k, start, kv_head), problem.k.token_stride, length,
+                  problem.size, keys.transposed);
+  pack_rows(head_rows(problem.v, start, kv_head), problem.v.token_stride, length, problem.size, 1.f,
+            keys.values, stride);
+  for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
+    const Head head = head_of(problem, sequence, h);
+    for (int64_t tile = from; tile < to; tile++)
+      query_tile(problem, head, keys, tile * kQueryTile, work);
+  }
+}
+
+}  // namespace
+
+void KERNEL(attention_forward)(const AttentionProblem* problem) {
+  const int64_t max_length = longest(*problem), pairs = problem->sequences * problem->kv_heads;
+  const int64_t stride = spread_stride(problem->size);
+  const int64_t floats = transposed_floats(max_length, problem->size) + max_length * stride +
+                         2 * kQueryTile * stride + kQueryTile * kScoreStride;
+  // With few sequences and heads their queries are dealt out too (each part lays out the keys
+  // again): four tasks a thread even out. A row's result doesn't depend on its part.
+  const int64_t wanted = 4 * omp_get_max_threads(),
+                parts = pairs >= wanted || !pairs ? 1 : (wanted + pairs - 1) / pairs;
+#pragma omp parallel for schedule(dynamic, 1) if (pairs * max_length > 64)
+  for (int64_t task = 0; task < pairs * parts; task++) {
+    const int64_t pair = task / parts;
+    attend(*problem, problem->order[pair / problem->kv_heads], pair % problem->kv_heads,
+           task % parts, parts, thread_scratch(floats), max_length);
+  }
+}

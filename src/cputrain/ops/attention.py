@@ -1,0 +1,336 @@
+"""Attention over ragged sequences: scores, softmax and dropout in tiles that never leave the cache.
+
+Tensors are (tokens, heads, size); `Sequences` says which tokens belong together. Only the output and the log-sum-exp
+of each row of scores are kept; the backward pass recomputes the probabilities (csrc/kernels/attention_*.cpp).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cputrain import native
+from cputrain.ops.dropout import draw_key, factors
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequence i is tokens starts[i] … starts[i] + lengths[i]; tokens of no sequence are padding, with results of 0."""
+
+    starts: Tensor  # int64
+    lengths: Tensor  # int64
+    total: int
+
+    @staticmethod
+    def from_lengths(lengths: Sequence[int] | Tensor) -> Sequences:
+        """Sequences behind one another without gaps."""
+        lengths = torch.as_tensor(lengths, dtype=torch.int64).flatten()
+        if (lengths < 0).any():
+            raise ValueError(f"sequence lengths must not be negative, found {lengths.min().item()}")
+        return Sequences(lengths.cumsum(0) - lengths, lengths, int(lengths.sum()))
+
+    @staticmethod
+    def dense(batch: int, length: int) -> Sequences:
+        """`batch` sequences of one length, as a (batch, length, …) tensor holds them."""
+        return Sequences(torch.arange(batch) * length, torch.full((batch,), length), batch * length)
+
+    @cached_property
+    def order(self) -> Tensor:
+        """The sequences' numbers, longest first: threads that take the long ones first finish together."""
+        return self.lengths.argsort(descending=True, stable=True)
+
+    @cached_property
+    def longest(self) -> int:
+        return int(self.lengths.max()) if len(self.lengths) else 0
+
+    @cached_property
+    def padded(self) -> bool:
+        """Whether there are tokens of no sequence."""
+        return int(self.lengths.sum()) < self.total
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float,
+    causal: bool = False,
+    p: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """dropout(softmax(scale · q kᵀ + bias)) v within each sequence.
+
+    q is (tokens, heads, size), k and v are (tokens, kv_heads, size): each key/value head serves heads / kv_heads
+    query heads. bias broadcasts to (sequences, heads, queries, keys) and may hold -inf; a query all of whose keys are
+    masked so has a zero result and no gradient.
+    """
+    _check(q, k, v, sequences)
+    if bias is not None:
+        bias = _four_dimensions(bias, sequences, q.shape[1])
+    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0)
+
+
+def packed_attention(
+    qkv: Tensor,
+    sequences: Sequences,
+    *,
+    heads: int,
+    scale: float,
+    causal: bool = False,
+    p: float = 0.0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """`attention` of the queries, keys and values in (tokens, 3 · heads · size), with one gradient for all three."""
+    q, k, v = split_packed(qkv, heads)
+    _check(q, k, v, sequences)
+    if bias is not None:
+        bias = _four_dimensions(bias, sequences, heads)
+    return _PackedAttention.apply(qkv, bias, sequences, heads, scale, causal, p, draw_key() if p > 0 else 0)
+
+
+def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Views of the three parts, each (tokens, heads, size)."""
+    if qkv.dim() != 2 or qkv.shape[1] % (3 * heads):
+        raise ValueError(f"packed attention needs (tokens, 3 · {heads} heads · size), found {tuple(qkv.shape)}")
+    return qkv.view(qkv.shape[0], 3, heads, -1).unbind(1)
+
+
+def plain(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    *,
+    scale: float,
+    causal: bool = False,
+    p: float = 0.0,
+    key: int = 0,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """The same in PyTorch, in any dtype, sequence by sequence: what `attention` computes once its key is drawn."""
+    heads = q.shape[1]
+    k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
+    if bias is not None:
+        bias = _four_dimensions(bias, sequences, heads)
+    kept = None
+    if p > 0:
+        kept = factors(key, p, heads * sequences.total, sequences.longest).view(heads, sequences.total, -1)
+    out = torch.zeros_like(q)
+    for number, (start, length) in enumerate(zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True)):
+        rows = slice(start, start + length)
+        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) * scale
+        if bias is not None:
+            scores = scores + bias[number if bias.shape[0] > 1 else 0, :, :length, :length]
+        if causal:
+            scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        masked = (scores == -torch.inf).all(-1, keepdim=True)
+        weights = scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0)
+        if kept is not None:
+            weights = weights * kept[:, rows, :length].to(q.dtype)
+        out = out.index_put((torch.arange(start, start + length),), torch.einsum("hqk,khd->qhd", weights, v[rows]))
+    return out
+
+
+def attention_forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+    p: float,
+    key: int,
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd."""
+    new = torch.zeros if sequences.padded else torch.empty
+    out, lse = new(q.shape), new(q.shape[1], sequences.total)
+    problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
+    native.kernels().attention_forward(ctypes.addressof(problem))
+    return out, lse
+
+
+def attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+    p: float,
+    key: int,
+    bias: Tensor | None,
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    dbias: Tensor | None = None,
+) -> None:
+    """Writes the gradients into dq, dk and dv, whatever their token and head strides; adds to dbias."""
+    if sequences.padded:
+        for grad in (dq, dk, dv):
+            grad.zero_()
+    problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
+    grads = _Gradients(*(_head_tensor(x) for x in (grad_out, dq, dk, dv)), _bias_tensor(dbias))
+    native.kernels().attention_backward(ctypes.addressof(problem), ctypes.addressof(grads))
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key):
+        q, k, v, bias = (_unit_stride(x) for x in (q, k, v, bias))
+        out, lse = attention_forward(q, k, v, sequences, scale, causal, p, key, bias)
+        ctx.save_for_backward(q, k, v, out, lse, bias)
+        ctx.settings = sequences, scale, causal, p, key
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse, bias = ctx.saved_tensors
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dbias = _new_bias_gradient(bias) if ctx.needs_input_grad[3] else None
+        sequences, scale, causal, p, key = ctx.settings
+        grad = _unit_stride(grad)
+        attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
+        return dq, dk, dv, dbias, None, None, None, None, None
+
+
+class _PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, qkv, bias, sequences, heads, scale, causal, p, key):
+        qkv, bias = _unit_stride(qkv), _unit_stride(bias)
+        out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key, bias)
+        ctx.save_for_backward(qkv, out, lse, bias)
+        ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        qkv, out, lse, bias = ctx.saved_tensors
+        dqkv = torch.empty(qkv.shape)
+        dbias = _new_bias_gradient(bias) if ctx.needs_input_grad[1] else None
+        sequences, scale, causal, p, key = ctx.settings
+        q, k, v = split_packed(qkv, ctx.heads)
+        dq, dk, dv = split_packed(dqkv, ctx.heads)
+        grad = _unit_stride(grad)
+        attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
+        return dqkv, dbias, None, None, None, None, None, None
+
+
+def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dtype != torch.float32 or x.device.type != "cpu" or x.dim() != 3 or x.shape[0] != sequences.total:
+            raise ValueError(
+                f"attention needs {name} as float32 on the CPU of shape ({sequences.total} tokens, heads, size), "
+                f"found {x.dtype} on {x.device} of shape {tuple(x.shape)}"
+            )
+    if k.shape != v.shape or k.shape[2] != q.shape[2] or k.shape[1] == 0 or q.shape[1] % k.shape[1]:
+        raise ValueError(
+            "attention needs keys and values of one shape, with the queries' head size and a number of heads that "
+            f"divides theirs; found q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+        )
+
+
+def _four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
+    """The bias as (sequences or 1, heads or 1, queries, keys); autograd brings its gradient back to its shape."""
+    four = bias[(None,) * (4 - bias.dim())]
+    count, length = len(sequences.lengths), sequences.longest
+    if (
+        four.shape[0] not in (1, count)
+        or four.shape[1] not in (1, heads)
+        or not all(size == 1 or size >= length for size in four.shape[2:])
+    ):
+        raise ValueError(
+            f"attention's bias must broadcast to ({count} sequences, {heads} heads, {length} queries, {length} keys), "
+            f"found {tuple(bias.shape)}"
+        )
+    return four.expand(-1, -1, *(max(size, length) for size in four.shape[2:]))
+
+
+def _unit_stride(x: Tensor | None) -> Tensor | None:
+    return x if x is None or x.stride(-1) == 1 else x.contiguous()
+
+
+def _new_bias_gradient(bias: Tensor) -> Tensor:
+    return torch.zeros(bias.shape)
+
+
+# The structures of csrc/api.h, field by field.
+class _HeadTensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("token_stride", ctypes.c_int64), ("head_stride", ctypes.c_int64)]
+
+
+class _BiasTensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("sequence_stride", ctypes.c_int64),
+        ("head_stride", ctypes.c_int64),
+        ("row_stride", ctypes.c_int64),
+    ]
+
+
+class _Problem(ctypes.Structure):
+    _fields_ = [
+        *((name, _HeadTensor) for name in ("q", "k", "v", "out")),
+        ("lse", ctypes.c_void_p),
+        ("bias", _BiasTensor),
+        *((name, ctypes.c_void_p) for name in ("starts", "lengths", "order")),
+        *((name, ctypes.c_int64) for name in ("sequences", "total", "heads", "kv_heads", "size", "causal")),
+        ("scale", ctypes.c_float),
+        ("p", ctypes.c_float),
+        ("key", ctypes.c_uint64),
+    ]
+
+
+class _Gradients(ctypes.Structure):
+    _fields_ = [*((name, _HeadTensor) for name in ("out", "q", "k", "v")), ("bias", _BiasTensor)]
+
+
+def _problem(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    sequences: Sequences,
+    scale: float,
+    causal: bool,
+    p: float,
+    key: int,
+    bias: Tensor | None,
+) -> _Problem:
+    _, heads, size = q.shape
+    return _Problem(
+        *(_head_tensor(x) for x in (q, k, v, out)),
+        lse.data_ptr(),
+        _bias_tensor(bias),
+        *(x.data_ptr() for x in (sequences.starts, sequences.lengths, sequences.order)),
+        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size, causal),
+        scale,
+        p,
+        key,
+    )
+
+
+def _head_tensor(x: Tensor) -> _HeadTensor:
+    assert x.stride(2) == 1 and x.dtype == torch.float32, "the kernels read and write rows of floats"
+    return _HeadTensor(x.data_ptr(), x.stride(0), x.stride(1))
+
+
+def _bias_tensor(bias: Tensor | None) -> _BiasTensor:
+    if bias is None:
+        return _BiasTensor(None, 0, 0, 0)
+    sequence, head = (bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1))
+    return _BiasTensor(bias.data_ptr(), sequence, head, bias.stride(2))
