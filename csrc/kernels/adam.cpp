@@ -19,8 +19,17 @@ struct AdamCorrections {  // by a tensor's own step count
   float minus_step_size, sqrt_correction2;
 };
 
-AdamCorrections corrections_at(double step, double lr, double beta1, double beta2) {
-  const double correction1 = 1 - std::pow(beta1, step), correction2 = 1 - std::pow(beta2, step);
+// By squaring: libm's pow is of glibc 2.29, newer than some systems that torch's wheels run on.
+double power(double base, int64_t exponent) {
+  double result = 1;
+  for (; exponent > 0; exponent /= 2, base *= base)
+    if (exponent % 2) result *= base;
+  return result;
+}
+
+AdamCorrections corrections_at(float step, double lr, double beta1, double beta2) {
+  const double correction1 = 1 - power(beta1, (int64_t)step);
+  const double correction2 = 1 - power(beta2, (int64_t)step);
   return {(float)-(lr / correction1), (float)std::sqrt(correction2)};
 }
 
@@ -38,7 +47,7 @@ inline Element update(Element x, const AdamRates& rates, const AdamCorrections& 
   x.average = rates.one_minus_beta1 < 0.5f
                   ? fused_multiply_add(splat(rates.one_minus_beta1), difference, x.average)
                   : fused_multiply_add(splat(rates.one_minus_beta1 - 1), difference, x.grad);
-  x.square = x.square * rates.beta2 + (rates.one_minus_beta2 * x.grad) * x.grad;
+  x.square = fused_multiply_add(rates.one_minus_beta2 * x.grad, x.grad, x.square * rates.beta2);
   const Vec denominator = sqrt(x.square) / at.sqrt_correction2 + rates.eps;
   x.param = x.param + (at.minus_step_size * x.average) / denominator;
   return x;
