@@ -122,11 +122,12 @@ def plain(
         bias = _four_dimensions(bias, sequences, heads)
     kept = None
     if p > 0:
-        kept = factors(key, p, heads * sequences.total, sequences.longest).view(heads, sequences.total, -1)
+        rows, longest = sequences.total, sequences.longest
+        kept = factors(key, p, heads * rows, longest).view(heads, rows, longest)
     out = torch.zeros_like(q)
     for number, (start, length) in enumerate(zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True)):
-        rows = slice(start, start + length)
-        scores = torch.einsum("qhd,khd->hqk", q[rows], k[rows]) * scale
+        tokens = slice(start, start + length)
+        scores = torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) * scale
         if bias is not None:
             scores = scores + bias[number if bias.shape[0] > 1 else 0, :, :length, :length]
         if causal:
@@ -134,8 +135,8 @@ def plain(
         masked = (scores == -torch.inf).all(-1, keepdim=True)
         weights = scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0)
         if kept is not None:
-            weights = weights * kept[:, rows, :length].to(q.dtype)
-        out = out.index_put((torch.arange(start, start + length),), torch.einsum("hqk,khd->qhd", weights, v[rows]))
+            weights = weights * kept[:, tokens, :length].to(q.dtype)
+        out = out.index_put((torch.arange(start, start + length),), torch.einsum("hqk,khd->qhd", weights, v[tokens]))
     return out
 
 

@@ -1,0 +1,286 @@
+"""Attention: the plain twin in float64, stock's own error as the measure, masks that depend on the key alone."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from cputrain.ops import attention as module
+from cputrain.ops.attention import Sequences, attention, packed_attention, plain
+
+KEY = 0x9ABCDEF012345678
+
+
+@pytest.fixture(autouse=True)
+def fixed_key(monkeypatch):
+    monkeypatch.setattr(module, "draw_key", lambda: KEY)
+
+
+def random_inputs(sequences, heads, kv_heads, size):
+    shapes = [(sequences.total, heads, size)] + [(sequences.total, kv_heads, size)] * 2
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+def with_gradients(function, inputs, grad):
+    out = function(*inputs)
+    return out.detach(), *torch.autograd.grad(out, inputs, grad)
+
+
+def in_double(inputs):
+    return [x.detach().double().requires_grad_() for x in inputs]
+
+
+def check(ours, stock, exact):
+    """Our error is at most twice stock's, both in fp32, plus a few units in the last place of the largest value."""
+    for mine, theirs, truth in zip(ours, stock, exact, strict=True):
+        floor = 4e-7 * max(1.0, truth.abs().max().item() if truth.numel() else 0)
+        error, allowed = ((x.double() - truth).abs().max().item() if truth.numel() else 0 for x in (mine, theirs))
+        assert error <= 2 * allowed + floor
+
+
+def compare(sequences, heads, kv_heads, size, *, causal=False, p=0.0, bias=None, inputs=None):
+    """attention() and its gradients against plain() in float64, which in fp32 gives stock's error."""
+    inputs = inputs or random_inputs(sequences, heads, kv_heads, size)
+    extra = [] if bias is None else [bias]
+    grad = torch.randn(sequences.total, heads, size)
+    options = {"scale": size**-0.5, "causal": causal, "p": p}
+
+    def ours(q, k, v, bias=None):
+        return attention(q, k, v, sequences, bias=bias, **options)
+
+    def twin(q, k, v, bias=None):
+        return plain(q, k, v, sequences, bias=bias, key=KEY, **options)
+
+    check(
+        with_gradients(ours, inputs + extra, grad),
+        with_gradients(twin, inputs + extra, grad),
+        with_gradients(twin, in_double(inputs + extra), grad.double()),
+    )
+
+
+@pytest.mark.parametrize("size", [8, 9, 20, 32, 40, 63, 64, 65, 96, 128, 200, 256])
+def test_head_sizes(isa, size):
+    compare(Sequences.from_lengths([65, 3]), 2, 2, size, p=0.1)
+
+
+@pytest.mark.parametrize("lengths", [[1], [7], [63, 1, 65], [384], [47, 48, 49, 95, 96, 97], [0, 5, 0], [0], [193, 2]])
+@pytest.mark.parametrize("causal", [False, True])
+def test_lengths(isa, lengths, causal):
+    compare(Sequences.from_lengths(lengths), 2, 2, 16, causal=causal, p=0.2)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_threads(isa, threads, causal, p):
+    compare(Sequences.from_lengths([130, 20, 300, 64]), 3, 3, 32, causal=causal, p=p)
+
+
+@pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 1), (5, 5)])
+def test_grouped_heads(isa, heads, kv_heads):
+    compare(Sequences.from_lengths([100, 33]), heads, kv_heads, 24, causal=True, p=0.1)
+
+
+def test_no_sequences(isa):
+    inputs = random_inputs(Sequences.from_lengths([]), 2, 2, 8)
+    results = with_gradients(
+        lambda *x: attention(*x, Sequences.from_lengths([]), scale=1.0, p=0.1), inputs, torch.zeros(0, 2, 8)
+    )
+    assert all(x.shape == (0, 2, 8) for x in results)
+    sequences = Sequences(torch.tensor([], dtype=torch.int64), torch.tensor([], dtype=torch.int64), 5)
+    q = torch.ones(5, 2, 8, requires_grad=True)
+    out, grad = with_gradients(lambda q: attention(q, q, q, sequences, scale=1.0), [q], torch.ones(5, 2, 8))
+    assert out.eq(0).all() and grad.eq(0).all()
+
+
+def test_stock_operator(isa):
+    """The error of F.scaled_dot_product_attention itself, without dropout: its masks are its own."""
+    inputs = random_inputs(Sequences.dense(3, 384), 4, 4, 32)
+    grad = torch.randn(3 * 384, 4, 32)
+
+    def stock(q, k, v):
+        q, k, v = (x.view(3, 384, 4, 32).transpose(1, 2) for x in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(grad.shape)
+
+    ours = with_gradients(lambda *x: attention(*x, Sequences.dense(3, 384), scale=32**-0.5), inputs, grad)
+    check(ours, with_gradients(stock, inputs, grad), with_gradients(stock, in_double(inputs), grad.double()))
+
+
+@pytest.mark.parametrize("shape", [(3, 4), (1, 4), (3, 1), (1, 1)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_bias_and_its_gradient(isa, threads, shape, causal):
+    bias = torch.randn(*shape, 110, 120, requires_grad=True)
+    compare(Sequences.from_lengths([50, 110, 97]), 4, 2, 16, causal=causal, p=0.1, bias=bias)
+
+
+@pytest.mark.parametrize("shape", [(100, 100), (4, 100, 100), (2, 1, 1, 100), (2, 4, 100, 1), (1,)])
+def test_bias_of_fewer_dimensions(isa, shape):
+    compare(Sequences.from_lengths([50, 100]), 4, 4, 16, bias=torch.randn(shape, requires_grad=True))
+
+
+def test_bias_of_other_strides(isa):
+    bias = torch.randn(100, 100, 4, requires_grad=True).permute(2, 0, 1)
+    compare(Sequences.from_lengths([50, 100]), 4, 4, 16, bias=bias)
+
+
+def test_bias_that_masks(isa):
+    sequences = Sequences.from_lengths([40, 130])
+    bias = torch.zeros(2, 1, 130, 130).masked_fill(torch.rand(2, 1, 130, 130) < 0.5, -torch.inf)
+    bias[0, :, :, :5] = -torch.inf
+    bias[1, :, :, :100] = -torch.inf  # the whole first tile of keys
+    bias[1, :, 7] = -torch.inf  # all keys of a query
+    compare(sequences, 2, 2, 32, p=0.1, bias=bias.requires_grad_())
+    inputs = random_inputs(sequences, 2, 2, 32)
+    out, dq, dk, dv = with_gradients(
+        lambda *x: attention(*x, sequences, scale=1.0, bias=bias.detach()), inputs, torch.randn(170, 2, 32)
+    )
+    assert out[47].eq(0).all() and dq[47].eq(0).all()
+    assert dk.isfinite().all() and dv.isfinite().all()
+
+
+def test_padding_is_zero(isa, threads):
+    sequences = Sequences(torch.tensor([3, 60]), torch.tensor([40, 70]), 140)
+    inputs = random_inputs(sequences, 2, 1, 32)
+    compare(sequences, 2, 1, 32, p=0.1, inputs=inputs)
+    results = with_gradients(lambda *x: attention(*x, sequences, scale=1.0), inputs, torch.randn(140, 2, 32))
+    outside = torch.ones(140, dtype=torch.bool)
+    outside[3:43] = outside[60:130] = False
+    for x in results:
+        assert x[outside].eq(0).all() and x[~outside].ne(0).any()
+
+
+@pytest.mark.parametrize("p", [0.0, 0.1])
+def test_packed(isa, threads, p):
+    sequences = Sequences.from_lengths([77, 130, 5])
+    qkv = torch.randn(212, 3 * 4 * 20, requires_grad=True)
+    bias = torch.randn(4, 130, 130, requires_grad=True)
+    grad = torch.randn(212, 4, 20)
+    q, k, v = (x.detach().requires_grad_() for x in module.split_packed(qkv, 4))
+    packed = with_gradients(
+        lambda qkv, bias: packed_attention(qkv, sequences, heads=4, scale=0.3, causal=True, p=p, bias=bias),
+        [qkv, bias],
+        grad,
+    )
+    apart = with_gradients(
+        lambda *x: attention(*x[:3], sequences, scale=0.3, causal=True, p=p, bias=x[3]), [q, k, v, bias], grad
+    )
+    assert torch.equal(packed[0], apart[0])
+    assert torch.equal(packed[1], torch.cat([x.flatten(1) for x in apart[1:4]], 1))
+    assert torch.equal(packed[2], apart[4])
+
+
+def test_strides(isa):
+    """(heads, tokens, size), a slice, a transposed last dimension: as contiguous tensors, bit for bit."""
+    sequences = Sequences.from_lengths([60, 41])
+    wide = torch.randn(101, 3, 50)
+    strided = [
+        torch.randn(3, 101, 32).transpose(0, 1),
+        wide[:, :, 7:39],
+        torch.randn(32, 101, 3).permute(1, 2, 0),
+    ]
+    grad = torch.randn(101, 32, 3).transpose(1, 2)
+    results = [
+        with_gradients(
+            lambda *x: attention(*x, sequences, scale=0.2, p=0.1), [x.requires_grad_() for x in inputs], grad
+        )
+        for inputs in (strided, [x.detach().contiguous() for x in strided])
+    ]
+    for a, b in zip(*results, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bit_identical_for_any_number_of_threads(isa):
+    sequences = Sequences.from_lengths([200, 3, 50])
+    inputs = random_inputs(sequences, 3, 3, 32)
+    bias = torch.randn(1, 1, 200, 200, requires_grad=True)
+    grad = torch.randn(253, 3, 32)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3, 7):
+        torch.set_num_threads(threads)
+        function = lambda q, k, v, bias: attention(q, k, v, sequences, scale=0.2, p=0.1, bias=bias)  # noqa: E731
+        results.append(with_gradients(function, [*inputs, bias], grad))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def test_sequences_do_not_see_each_other(isa):
+    q, k, v = (x.detach() for x in random_inputs(Sequences.from_lengths([50, 70]), 2, 2, 16))
+    together = attention(q, k, v, Sequences.from_lengths([50, 70]), scale=0.25)
+    alone = attention(q[50:], k[50:], v[50:], Sequences.from_lengths([70]), scale=0.25)
+    assert torch.equal(together[50:], alone)
+
+
+def test_large_scores(isa):
+    """No overflow: scores of a few thousand, of which one key wins."""
+    q, k, v = random_inputs(sequences := Sequences.from_lengths([120]), 1, 1, 32)
+    out = attention(q * 100, k * 100, v, sequences, scale=1.0)
+    truth = plain(q.double() * 100, k.double() * 100, v.double(), sequences, scale=1.0)
+    torch.testing.assert_close(out.double(), truth, rtol=1e-2, atol=1e-2)
+
+
+def test_nan_is_not_hidden(isa):
+    sequences = Sequences.from_lengths([120, 30])
+    q, k, v = (x.detach() for x in random_inputs(sequences, 2, 2, 32))
+    q[5, 0, 3] = torch.nan
+    out = attention(q, k, v, sequences, scale=1.0)
+    assert out[5, 0].isnan().all() and out.isnan().sum() == 32
+
+
+def test_dropout_rate_and_all_dropped():
+    sequences = Sequences.dense(2, 256)
+    q = torch.zeros(512, 4, 8)
+    v = torch.ones(512, 4, 8)
+    mean = attention(q, q, v, sequences, scale=1.0, p=0.3).mean().item()
+    assert abs(mean - 1) < 5 * (0.3 / 0.7 / (512 * 4 * 256)) ** 0.5
+    assert attention(q, q, v, sequences, scale=1.0, p=1.0).eq(0).all()
+
+
+def test_structures_mirror_the_header():
+    header = (Path(__file__).parents[3] / "csrc" / "api.h").read_text()
+    types = {"float": ctypes.c_float, "int64_t": ctypes.c_int64, "uint64_t": ctypes.c_uint64}
+    for name, structure in [
+        ("HeadTensor", module._HeadTensor),
+        ("BiasTensor", module._BiasTensor),
+        ("AttentionProblem", module._Problem),
+        ("AttentionGradients", module._Gradients),
+    ]:
+        body = re.sub(r"//.*", "", re.search(rf"struct {name} {{(.*?)}};", header, re.S).group(1))
+        fields = []
+        for declaration in body.split(";"):
+            if words := declaration.replace("const ", "").strip():
+                kind, names = re.match(r"(\w+)\W+(.*)", words, re.S).groups()
+                pointer = "*" in declaration
+                expected = ctypes.c_void_p if pointer else types.get(kind) or getattr(module, f"_{kind}")
+                fields += [(n.strip(" *"), expected) for n in names.split(",")]
+        assert fields == [tuple(f) for f in structure._fields_]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v: (q.double(), k, v), "needs q as float32"),
+        (lambda q, k, v: (q, k[:-1], v), "needs k as float32"),
+        (lambda q, k, v: (q, k[:, :3], v[:, :3]), "divides"),
+        (lambda q, k, v: (q, k, v[:, :, :7]), "of one shape"),
+    ],
+)
+def test_bad_input(change, message):
+    inputs = random_inputs(sequences := Sequences.from_lengths([9]), 4, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        attention(*change(*inputs), sequences, scale=1.0)
+
+
+def test_bad_bias_packing_and_lengths():
+    inputs = random_inputs(sequences := Sequences.from_lengths([9]), 4, 4, 8)
+    with pytest.raises(ValueError, match=r"must broadcast to \(1 sequences, 4 heads, 9 queries, 9 keys\)"):
+        attention(*inputs, sequences, scale=1.0, bias=torch.zeros(8, 8))
+    with pytest.raises(ValueError, match="3 · 5 heads"):
+        packed_attention(torch.zeros(9, 48), sequences, heads=5, scale=1.0)
+    with pytest.raises(ValueError, match="negative, found -3"):
+        Sequences.from_lengths([4, -3])
