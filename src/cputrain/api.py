@@ -1,0 +1,160 @@
+"""The public functions: optimize, explain, restore."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Literal, overload
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from cputrain import memory, native, precision
+from cputrain.explanation import Explanation, explain_patches
+from cputrain.layers import attention_config, recognise
+from cputrain.layers.patch import Patches
+from cputrain.optimizers import clipping, takeover
+
+Padding = Literal["drop", "keep"]
+
+# model.__dict__ key of the record of what was done to it; copied with the model.
+_RECORD = "_cputrain"
+# The optimizer that was taken over together with a model. Not part of the record: a copy of the model has no share in it.
+_optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+
+
+def _optimizer_of(model: nn.Module) -> Optimizer | None:
+    reference = _optimizers.get(model)
+    return None if reference is None else reference()
+
+
+@dataclass
+class Record:
+    """What `optimize` did to one model."""
+
+    dtype: str
+    dtype_reason: str
+    padding: Padding
+    patches: Patches = field(default_factory=Patches)
+
+
+@overload
+def optimize(
+    model: nn.Module, optimizer: None = None, *, dtype: str | torch.dtype = "auto", padding: Padding = "drop"
+) -> nn.Module: ...
+@overload
+def optimize(
+    model: nn.Module, optimizer: Optimizer, *, dtype: str | torch.dtype = "auto", padding: Padding = "drop"
+) -> tuple[nn.Module, Optimizer]: ...
+def optimize(
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    dtype: str | torch.dtype = "auto",
+    padding: Padding = "drop",
+) -> nn.Module | tuple[nn.Module, Optimizer]:
+    """Makes `model`, and `optimizer` if given, faster on this CPU, in place; returns what it was given.
+
+    Class, parameter names, checkpoints and results stay; `explain(model)` lists what was replaced, `restore(model)` undoes
+    it. With `padding="drop"` padded positions are never computed; with "keep" the numbers are stock's padded ones.
+    """
+    _check(model, optimizer, padding)
+    chosen, reason = precision.choose(dtype)
+    native.kernels()  # a library that doesn't load is reported before anything is touched
+
+    _undo_model(model)
+    record = Record(chosen, reason, padding)
+    model.__dict__[_RECORD] = record
+    _take_over_model(model, record)
+    memory.keep_freed_memory()
+    if optimizer is None:
+        return model
+    previous = _optimizer_of(model)
+    if previous is not None and previous is not optimizer:
+        takeover.give_back(previous)
+    takeover.take_over(optimizer)
+    _optimizers[model] = weakref.ref(optimizer)
+    return model, optimizer
+
+
+def explain(model: nn.Module) -> Explanation:
+    """What was replaced in `model`, what was not, and why; `print` it."""
+    record: Record | None = model.__dict__.get(_RECORD)
+    if record is None:
+        return Explanation([("model", type(model).__name__, "as stock: cputrain.optimize was not called on it")], [])
+    optimizer = _optimizer_of(model)
+    facts = [
+        ("precision", record.dtype, record.dtype_reason),
+        ("instruction set", native.kernels().isa, "every kernel is compiled for portable, avx2 and avx512"),
+        ("padding", record.padding, _padding_reason(record)),
+    ]
+    if optimizer is not None:
+        facts.append(("optimizer", type(optimizer).__name__, takeover.take_over(optimizer).reason))
+    return Explanation(facts, explain_patches(record.patches))
+
+
+def restore(model: nn.Module) -> nn.Module:
+    """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state that they have now."""
+    _undo_model(model)
+    optimizer = _optimizer_of(model)
+    if optimizer is not None:
+        takeover.give_back(optimizer)
+        del _optimizers[model]
+    return model
+
+
+def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
+    if not isinstance(model, nn.Module):
+        raise ValueError(f"optimize takes a torch.nn.Module, found {type(model).__name__}.")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ValueError(f"the optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
+    if padding not in ("drop", "keep"):
+        raise ValueError(f"padding must be 'drop' or 'keep', found {padding!r}.")
+    for name, parameter in model.named_parameters():
+        if parameter.device.type != "cpu":
+            raise ValueError(
+                f"cputrain works on the CPU, but parameter {name!r} is on {parameter.device}; call model.to('cpu') first."
+            )
+    if optimizer is not None:
+        own = {id(parameter) for parameter in model.parameters()}
+        given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        if not any(id(parameter) in own for parameter in given):
+            raise ValueError(
+                f"none of the optimizer's {len(given)} parameters belongs to this {type(model).__name__}; "
+                "pass the optimizer that was made from this model's parameters."
+            )
+
+
+def _take_over_model(model: nn.Module, record: Record) -> None:
+    patches = record.patches
+    try:
+        attention_config.take_over(model, patches)
+        recognise.take_over_pieces(model, patches)
+        encoders = []
+        if record.padding == "drop":
+            encoders = recognise.take_over_encoders(model, patches)
+            recognise.take_over_span_heads(model, patches)
+        attention_config.choose(model, patches, ragged=bool(encoders))
+    except BaseException:
+        _undo_model(model)
+        raise
+    clipping.install()
+
+
+def _undo_model(model: nn.Module) -> None:
+    record: Record | None = model.__dict__.pop(_RECORD, None)
+    if record is not None:
+        record.patches.undo()
+        clipping.uninstall()
+
+
+def _padding_reason(record: Record) -> str:
+    if record.padding == "keep":
+        return "asked for: stock's padded numbers"
+    if any("padding dropped" in entry.what for entry in record.patches.replaced):
+        return (
+            "real tokens only between embeddings and head; hidden states at padded positions are 0, "
+            "span logits there the lowest finite value"
+        )
+    return "stays: no encoder was recognised that can do without"

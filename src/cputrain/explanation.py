@@ -1,0 +1,51 @@
+"""What `explain` returns: a table that prints itself."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+from cputrain.layers.patch import STEPPED_ASIDE, Patches
+
+Row = tuple[str, str, str]
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Facts about the whole model, and one row per kind of module: where, what, how or why not."""
+
+    facts: list[Row]
+    modules: list[Row]
+
+    def __str__(self) -> str:
+        return "\n".join(
+            [*_table(self.facts), "", *_table([("module", "class", "what runs"), *self.modules])]
+            if self.modules
+            else _table(self.facts)
+        )
+
+
+def _table(rows: list[Row]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
+    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+
+
+def _pattern(name: str) -> str:
+    """Layers of one kind share a row: encoder.layer.3.output → encoder.layer.*.output."""
+    return re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", name) or "(the model)"
+
+
+def explain_patches(patches: Patches) -> list[Row]:
+    counts: Counter[Row] = Counter()
+    blocks = {entry.module for entry in patches.replaced if entry.block}
+    inside = {part for block in blocks for part in block.modules() if part is not block}
+    for entry in patches.replaced:
+        if not callable(entry.value) or entry.module in inside:
+            continue  # a part of a block runs by itself only while the block steps aside
+        aside = entry.module.__dict__.get(STEPPED_ASIDE)
+        what = entry.what if aside is None else f"stock's since {aside}; else {entry.what}"
+        counts[(_pattern(entry.name), type(entry.module).__name__, what)] += 1
+    for name, kind, reason in patches.left:
+        counts[(_pattern(name), kind, f"left alone: {reason}")] += 1
+    return [(name, kind if n == 1 else f"{kind} × {n}", what) for (name, kind, what), n in counts.items()]

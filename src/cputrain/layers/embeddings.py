@@ -1,0 +1,144 @@
+"""Embedding modules: the sum of several tables' rows, LayerNorm and dropout in one pass.
+
+Models differ in how they number positions and default the types, so that part stays theirs: stock's forward runs, but
+its tables answer with a `PendingRows` instead of a tensor. Sums of these, the norm and the dropout are only noted, and
+the fused operator runs at the end. Anything else that the model does with them turns them into the tensor they stand for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.layers.patch import Patches, first, global_hook_obstacle, module_obstacle, step_aside, tensor_obstacle
+from cputrain.layers.residual import dropout_rate
+from cputrain.ops.embeddings import embed
+
+_recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
+_MOST_TABLES = 3
+
+
+@dataclass(frozen=True)
+class PendingRows:
+    """The rows `tables[i][ids[i]]`, summed, then normalised if `norm` is set: not computed yet."""
+
+    tables: tuple[nn.Embedding, ...]
+    ids: tuple[Tensor, ...]
+    norm: nn.LayerNorm | None = None
+
+    def compute(self, dropout: nn.Dropout | None = None) -> Tensor:
+        if self.norm is None:
+            return self._plain_sum()
+        shape = torch.broadcast_shapes(*(ids.shape for ids in self.ids))
+        flat_ids = [ids.expand(shape).reshape(-1) for ids in self.ids]
+        missing = _MOST_TABLES - len(self.tables)
+        word, position, types = [*self.tables, *[None] * missing]
+        word_ids, position_ids, type_ids = [*flat_ids, *[None] * missing]
+        out = embed(
+            word_ids,
+            type_ids,
+            position_ids,
+            word.weight,
+            None if position is None else position.weight,
+            None if types is None else types.weight,
+            self.norm.weight,
+            self.norm.bias,
+            self.norm.eps,
+            0.0 if dropout is None else dropout_rate(dropout),
+            tuple(None if table is None else table.padding_idx for table in (word, position, types)),
+        )
+        return out.view(*shape, -1)
+
+    def _plain_sum(self) -> Tensor:
+        parts = [
+            nn.functional.embedding(i, t.weight, t.padding_idx) for t, i in zip(self.tables, self.ids, strict=True)
+        ]
+        return sum(parts[1:], parts[0])
+
+    def __add__(self, other: object) -> object:
+        if isinstance(other, PendingRows) and self.norm is other.norm is None:
+            if len(self.tables) + len(other.tables) <= _MOST_TABLES:
+                return PendingRows(self.tables + other.tables, self.ids + other.ids)
+        return self.compute() + (other.compute() if isinstance(other, PendingRows) else other)
+
+    def __radd__(self, other: Tensor) -> Tensor:
+        return other + self.compute()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.compute(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        def real(x: Any) -> Any:
+            return x.compute() if isinstance(x, PendingRows) else x
+
+        return function(*map(real, args), **{name: real(value) for name, value in (kwargs or {}).items()})
+
+
+def table_forward(self: nn.Embedding, stock: Callable, input: Tensor) -> Any:
+    return PendingRows((self,), (input,)) if _recording.get() else stock(input)
+
+
+def norm_forward(self: nn.LayerNorm, stock: Callable, input: Any) -> Any:
+    if isinstance(input, PendingRows):
+        return replace(input, norm=self) if input.norm is None else stock(input.compute())
+    return stock(input)
+
+
+def dropout_forward(self: nn.Dropout, stock: Callable, input: Any) -> Tensor:
+    return input.compute(dropout=self) if isinstance(input, PendingRows) else stock(input)
+
+
+def fused_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    reason = _obstacle(self)
+    if reason is not None:
+        step_aside(self, reason)
+        return stock(*args, **kwargs)
+    token = _recording.set(True)
+    try:
+        out = stock(*args, **kwargs)
+    finally:
+        _recording.reset(token)
+    return out.compute() if isinstance(out, PendingRows) else out
+
+
+def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:
+    children = list(module.children())
+    return tuple([c for c in children if isinstance(c, kind)] for kind in (nn.Embedding, nn.LayerNorm, nn.Dropout))  # type: ignore[return-value]
+
+
+def _obstacle(module: nn.Module) -> str | None:
+    tables, norms, dropouts = _parts(module)
+    if any(table.max_norm is not None or table.scale_grad_by_freq or table.sparse for table in tables):
+        return "an embedding has max_norm, scale_grad_by_freq or sparse"
+    return first(
+        tensor_obstacle(*(part.weight for part in (*tables, *norms))),
+        global_hook_obstacle(),
+        *(module_obstacle(part, nn.Embedding) for part in tables),
+        *(module_obstacle(part, nn.LayerNorm) for part in norms),
+        *(module_obstacle(part, nn.Dropout) for part in dropouts),
+    )
+
+
+def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
+    tables, norms, dropouts = _parts(module)
+    children = list(module.children())
+    if len(tables) < 2 or len(norms) != 1 or len(dropouts) > 1 or len(children) != len(tables) + 1 + len(dropouts):
+        return False
+    if norms[0].weight is None or norms[0].bias is None or len(norms[0].normalized_shape) != 1:
+        return False
+    patches.bind(
+        name, module, "forward", fused_forward, "embedding rows, LayerNorm and dropout in one pass", block=True
+    )
+    for part, forward in (
+        *((t, table_forward) for t in tables),
+        (norms[0], norm_forward),
+        *((d, dropout_forward) for d in dropouts),
+    ):
+        patches.bind(name, part, "forward", forward, "part of the embeddings above")
+    return True

@@ -1,0 +1,147 @@
+"""How a module's method is replaced on the instance, and when the replacement may run.
+
+The class, the names, the state-dict keys and the signature stay; `Patches.undo` takes everything back. A replacement
+checks at each call that nothing it bypasses has been touched (a hook, an adapter, a parametrization, another forward),
+and runs stock's method otherwise, saying why once.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as module_hooks
+
+logger = logging.getLogger("cputrain")
+
+# module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
+STEPPED_ASIDE = "_cputrain_stepped_aside"
+
+
+@dataclass
+class Replacement:
+    """One replaced attribute of one module."""
+
+    name: str
+    module: nn.Module
+    attribute: str
+    what: str
+    value: Any
+    had: bool
+    before: Any
+    block: bool = False  # its parts are bypassed while it runs
+
+
+@dataclass
+class Patches:
+    """Everything that `optimize` changed on one model, so that it can be listed and undone."""
+
+    replaced: list[Replacement] = field(default_factory=list)
+    left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
+
+    def bind(self, name: str, module: nn.Module, method: str, fused: Callable, what: str, block: bool = False) -> None:
+        """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
+        self.set(name, module, method, types.MethodType(_wrapper(fused, type(module), method), module), what)
+        self.replaced[-1].block = block
+
+    def set(self, name: str, module: nn.Module, attribute: str, value: Any, what: str) -> None:
+        had = attribute in module.__dict__
+        self.replaced.append(Replacement(name, module, attribute, what, value, had, module.__dict__.get(attribute)))
+        module.__dict__[attribute] = value
+
+    def leave(self, name: str, module: nn.Module, reason: str) -> None:
+        self.left.append((name, type(module).__name__, reason))
+
+    def undo(self) -> None:
+        for entry in reversed(self.replaced):
+            state = entry.module.__dict__
+            state.pop(STEPPED_ASIDE, None)
+            if state.get(entry.attribute) is not entry.value:
+                continue  # somebody has put something of their own there since
+            if entry.had:
+                state[entry.attribute] = entry.before
+            else:
+                del state[entry.attribute]
+        self.replaced.clear()
+
+
+@functools.lru_cache(maxsize=None)
+def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
+    """A function with the name and signature of `owner.method`; deepcopy rebinds it to the copy."""
+    stock = getattr(owner, method)
+
+    @functools.wraps(stock)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # the compiler can't look into native calls, and fuses by itself
+            return stock(self, *args, **kwargs)
+        return fused(self, functools.partial(stock, self), *args, **kwargs)
+
+    forward.cputrain = True  # type: ignore[attr-defined]
+    return forward
+
+
+def is_ours(method: Any) -> bool:
+    return getattr(method, "cputrain", False)
+
+
+def step_aside(module: nn.Module, reason: str) -> None:
+    """Notes, and logs the first time, that a patched module runs stock's method."""
+    if module.__dict__.get(STEPPED_ASIDE) != reason:
+        module.__dict__[STEPPED_ASIDE] = reason
+        logger.info("%s runs as stock: %s", type(module).__name__, reason)
+
+
+def tensor_obstacle(*tensors: Tensor | None) -> str | None:
+    """Why the kernels can't take these tensors now, or None."""
+    if torch.is_autocast_enabled("cpu"):
+        return "autocast is on"
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a function transform (torch.func)"
+    for tensor in tensors:
+        if tensor is None:
+            continue
+        if tensor.dtype is not torch.float32:
+            return f"a tensor is {str(tensor.dtype).removeprefix('torch.')}, not float32"
+        if not tensor.is_cpu:
+            return f"a tensor is on {tensor.device}"
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return f"a tensor is a {type(tensor).__name__}"
+    return None
+
+
+def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
+    """Why `module` must be called rather than bypassed, or None: it must be exactly of a known class and untouched."""
+    if kinds and type(module) not in kinds:
+        return f"a part is {type(module).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}"
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        return f"{type(module).__name__} has a hook"
+    rebound = module.__dict__.get("forward")
+    if rebound is not None and not is_ours(rebound):
+        return f"the forward of {type(module).__name__} was replaced"
+    return None
+
+
+def global_hook_obstacle() -> str | None:
+    if module_hooks._has_any_global_hook():
+        return "a global module hook is registered"
+    return None
+
+
+def first(*obstacles: str | None) -> str | None:
+    """The first obstacle that is one."""
+    for obstacle in obstacles:
+        if obstacle is not None:
+            return obstacle
+    return None
+
+
+def parameter_names(method: Callable) -> list[str]:
+    """Names of a method's parameters, without self."""
+    return [name for name in inspect.signature(method).parameters if name != "self"]

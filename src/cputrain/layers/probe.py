@@ -1,0 +1,87 @@
+"""Asks a module what it computes, so that it is recognised by what it does and not by what it is called.
+
+A candidate is run once, on a few random rows, through its own forward and through the formula that a fused operator
+would compute. Dropout layers stand in as a fixed pattern of factors, so that their place in the formula counts too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+from torch import Tensor, nn
+
+
+def pattern(x: Tensor) -> Tensor:
+    """What stands in for dropout while probing: factors that don't commute with a product."""
+    return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
+
+
+# Answers of the current `remembering` block: layers of one kind and shape are asked once.
+_answers: ContextVar[dict[object, bool] | None] = ContextVar("cputrain_probe_answers", default=None)
+
+
+@contextmanager
+def remembering() -> Iterator[None]:
+    """Within it a module that equals one probed before, but for its numbers in a list of layers, is not run again."""
+    token = _answers.set({})
+    try:
+        yield
+    finally:
+        _answers.reset(token)
+
+
+def _likeness(module: nn.Module) -> object:
+    """Equal for modules that compute the same with other weights: classes, shapes and settings all the way down."""
+    settings = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and "idx" not in k)
+    shapes = sorted((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
+    children = tuple((name, _likeness(child)) for name, child in module.named_children())
+    return type(module), tuple(settings), tuple(shapes), children
+
+
+@contextmanager
+def _probing(module: nn.Module) -> Iterator[None]:
+    modes = [(part, part.training) for part in module.modules()]
+    hooks = []
+    try:
+        for part, _ in modes:
+            part.training = False
+            if isinstance(part, nn.Dropout):
+                hooks.append(part.register_forward_hook(lambda dropout, _, y: pattern(y)))
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.manual_seed(20240229)
+            yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for part, mode in modes:
+            part.training = mode
+
+
+def agrees(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
+    """Whether `stock` and `formula` give the same for inputs of these last dimensions, on a batch of 2 × 3 rows."""
+    answers = _answers.get()
+    if answers is None:
+        return _ask(module, stock, formula, *widths)
+    question = (_likeness(module), formula.__qualname__)
+    if question not in answers:
+        answers[question] = _ask(module, stock, formula, *widths)
+    return answers[question]
+
+
+def _ask(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
+    with _probing(module):
+        inputs = [torch.randn(2, 3, width) for width in widths]
+        try:
+            ours = formula(*inputs)
+            theirs = stock(*inputs)
+        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
+            return False  # it wants other inputs than the structure suggests: not what we took it for
+        theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+        return (
+            isinstance(theirs, Tensor)
+            and theirs.shape == ours.shape
+            and torch.allclose(theirs, ours, rtol=1e-3, atol=1e-4)
+        )

@@ -1,0 +1,180 @@
+"""Self-attention modules: query, key and value as one product, attention on it, and the module's own ending.
+
+Recognised by three linear layers of one input (under the names that models give them), `scaling`, and what they compute;
+the ending is nothing (BERT), a linear layer (DistilBERT, ViT), or linear, dropout, residual and LayerNorm (ALBERT).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.layers import attention as registry
+from cputrain.layers.patch import (
+    Patches,
+    first,
+    global_hook_obstacle,
+    module_obstacle,
+    parameter_names,
+    step_aside,
+    tensor_obstacle,
+)
+from cputrain.layers.probe import agrees, pattern
+from cputrain.layers.residual import dropout_rate
+from cputrain.ops.attention import packed_attention
+from cputrain.ops.linear import flat, joined_linear
+from cputrain.ops.residual_block import residual_block
+
+_TRIPLES = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
+_OUTPUTS = ("out_lin", "o_proj", "out_proj")
+
+
+def _triple(module: nn.Module) -> list[nn.Module] | None:
+    for names in _TRIPLES:
+        parts = [getattr(module, name, None) for name in names]
+        if all(isinstance(part, nn.Module) for part in parts):
+            return parts  # type: ignore[return-value]
+    return None
+
+
+def _ending(module: nn.Module) -> nn.Module | None:
+    for name in _OUTPUTS:
+        part = getattr(module, name, None)
+        if isinstance(part, nn.Module):
+            return part
+    return None
+
+
+def _ends_in_norm(module: nn.Module) -> bool:
+    return all(hasattr(module, name) for name in ("dense", "output_dropout", "LayerNorm"))
+
+
+def _attention_rate(module: nn.Module) -> float:
+    if not module.training:
+        return 0.0
+    for name in ("attention_dropout", "dropout"):
+        found = getattr(module, name, None)
+        if isinstance(found, nn.Dropout):
+            return found.p
+        if isinstance(found, float):
+            return found
+    return 0.0
+
+
+def _head_size(module: nn.Module) -> int:
+    return getattr(module, "attention_head_size", None) or module.head_dim
+
+
+def _obstacle(module: nn.Module, x: Tensor, past_key_values: object, options: dict[str, Any]) -> str | None:
+    triple = _triple(module)
+    if triple is None:
+        return "its parts have changed"
+    if past_key_values is not None:
+        return "a cache is in use"
+    if any(options.get(name) for name in ("output_attentions", "encoder_hidden_states")) or "position_bias" in options:
+        return "attention weights or cross-attention were asked for"
+    if options.get("encoder_hidden_states") is not None:
+        return "cross-attention"
+    return first(
+        tensor_obstacle(x, *(part.weight for part in triple if isinstance(part, nn.Linear))),
+        global_hook_obstacle(),
+        *(module_obstacle(part, nn.Linear) for part in triple),
+        *(_norm_ending_obstacles(module) if _ends_in_norm(module) else ()),
+        "weights were asked for" if getattr(getattr(module, "config", None), "output_attentions", False) else None,
+    )
+
+
+def _norm_ending_obstacles(module: nn.Module) -> list[str | None]:
+    return [
+        module_obstacle(module.dense, nn.Linear),
+        module_obstacle(module.output_dropout, nn.Dropout),
+        module_obstacle(module.LayerNorm, nn.LayerNorm),
+    ]
+
+
+def fused_forward(
+    self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    past = kwargs.get("past_key_values")
+    reason = _obstacle(self, hidden_states, past, kwargs) or ("extra positional arguments" if args else None)
+    where = None
+    if reason is None:
+        batch, length = hidden_states.shape[:2]
+        where = registry.sequences_of(attention_mask, self, batch, length, kwargs.get("is_causal"))
+        reason = None if where is not None else "the mask is not plain"
+    if reason is not None:
+        step_aside(self, reason)
+        return stock(hidden_states, attention_mask, *args, **kwargs)
+    sequences, causal = where
+    triple = _triple(self)
+    x = flat(hidden_states)
+    qkv = joined_linear(x, [part.weight for part in triple], [part.bias for part in triple])
+    size = _head_size(self)
+    heads = triple[0].out_features // size
+    context = packed_attention(qkv, sequences, heads=heads, scale=self.scaling, causal=causal, p=_attention_rate(self))
+    return _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
+
+
+def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor:
+    if _ends_in_norm(module):
+        norm = module.LayerNorm
+        out = residual_block(
+            flat(context), flat(hidden_states).contiguous(), module.dense.weight, module.dense.bias,
+            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout),
+        )  # fmt: skip
+        return out.view(hidden_states.shape)
+    ending = _ending(module)
+    return context if ending is None else ending(context)
+
+
+def _formula(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What the module is taken for, in plain PyTorch."""
+    query, key, value = _triple(module)  # type: ignore[misc]
+    size = _head_size(module)
+
+    def compute(x: Tensor) -> Tensor:
+        q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
+        causal = getattr(module, "is_causal", False)
+        out = nn.functional.scaled_dot_product_attention(q, k, v, scale=module.scaling, is_causal=causal)
+        out = out.transpose(1, 2).flatten(2)
+        if _ends_in_norm(module):
+            return module.LayerNorm(x + pattern(module.dense(out)))
+        ending = _ending(module)
+        return out if ending is None else ending(out)
+
+    return compute
+
+
+def is_self_attention(module: nn.Module) -> bool:
+    triple = _triple(module)
+    if triple is None or not all(type(part) is nn.Linear for part in triple):
+        return False
+    if parameter_names(type(module).forward)[:2] != ["hidden_states", "attention_mask"] or not hasattr(
+        module, "scaling"
+    ):
+        return False
+    if not hasattr(module, "config") or not (hasattr(module, "attention_head_size") or hasattr(module, "head_dim")):
+        return False
+    if len({part.weight.shape for part in triple}) != 1 or len({part.bias is None for part in triple}) != 1:
+        return False  # grouped heads: the registered attention function serves them
+    if not registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD:
+        return False
+    with torch.no_grad():
+        return agrees(module, type(module).forward.__get__(module), _formula(module), triple[0].in_features)
+
+
+def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
+    if not is_self_attention(module):
+        return False
+    patches.bind(
+        name,
+        module,
+        "forward",
+        fused_forward,
+        "query, key, value as one product; tiled attention with dropout inside",
+        block=True,
+    )
+    return True

@@ -1,0 +1,103 @@
+"""Batches without their padding: what travels through a model in place of a mask tensor.
+
+`PaddingMask` leaves transformers' mask factory: which positions of the padded batch are real, and stock's own mask if
+somebody needs it. An encoder turns it into `RaggedTokens`: the real tokens as one row of the batch, with the places that
+they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cputrain.ops.attention import Sequences
+
+
+@dataclass(eq=False)
+class PaddingMask:
+    """A padded batch: `real` is (batch, length) and True at tokens, or None if all are; `make_stock` builds stock's mask."""
+
+    batch: int
+    length: int
+    real: Tensor | None
+    causal: bool
+    make_stock: Callable[[], Tensor | None]
+
+    @cached_property
+    def stock(self) -> Tensor | None:
+        return self.make_stock()
+
+    @cached_property
+    def ragged(self) -> RaggedTokens:
+        """The same batch without its padding."""
+        assert self.real is not None
+        lengths = self.real.sum(1)
+        return RaggedTokens(Sequences.from_lengths(lengths), self.causal, self.real.flatten().nonzero().squeeze(1))
+
+    @cached_property
+    def dense_sequences(self) -> Sequences | None:
+        """Where the sequences lie in the padded batch, if each begins its row; else None."""
+        if self.real is None:
+            return Sequences.dense(self.batch, self.length)
+        lengths = self.real.sum(1)
+        begins_its_row = torch.arange(self.length) < lengths[:, None]
+        if not torch.equal(begins_its_row, self.real):
+            return None
+        return Sequences(torch.arange(self.batch) * self.length, lengths, self.batch * self.length)
+
+
+@dataclass(eq=False)
+class RaggedTokens:
+    """Real tokens only, as (1, tokens, hidden); `place` is each token's row in the flattened padded batch."""
+
+    sequences: Sequences
+    causal: bool
+    place: Tensor
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, dense: Tensor, place: Tensor) -> Tensor:
+        ctx.save_for_backward(place)
+        ctx.shape = dense.shape
+        return dense.reshape(-1, dense.shape[-1]).index_select(0, place).unsqueeze(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (place,) = ctx.saved_tensors
+        return _spread(grad, place, ctx.shape), None
+
+
+class _Scatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ragged: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
+        ctx.save_for_backward(place)
+        return _spread(ragged, place, (batch, length, ragged.shape[-1]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: Tensor):
+        (place,) = ctx.saved_tensors
+        return grad.reshape(-1, grad.shape[-1]).index_select(0, place).unsqueeze(0), None, None, None
+
+
+def _spread(rows: Tensor, place: Tensor, shape: tuple[int, ...]) -> Tensor:
+    dense = rows.new_zeros(shape)
+    dense.view(-1, shape[-1]).index_copy_(0, place, rows.reshape(-1, shape[-1]))
+    return dense
+
+
+def gather(dense: Tensor, ragged: RaggedTokens) -> Tensor:
+    """(batch, length, hidden) → (1, tokens, hidden)."""
+    return _Gather.apply(dense, ragged.place)
+
+
+def scatter(rows: Tensor, ragged: RaggedTokens, batch: int, length: int) -> Tensor:
+    """(1, tokens, hidden) → (batch, length, hidden), 0 at padded positions."""
+    return _Scatter.apply(rows, ragged.place, batch, length)
