@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -95,19 +96,18 @@ def _kernels() -> Kernels:
         from cputrain import native
 
         native.kernels_of(isa)
-    except (ImportError, ValueError) as error:  # torch is missing or broken; the library is, or is another version's
+    except ImportError as error:
+        return Kernels(isa, reason, f"torch can't be imported ({error}): reinstall it with `pip install torch`.")
+    except ValueError as error:  # the library is missing, broken or of another version
         return Kernels(isa, reason, str(error))
     return Kernels(isa, reason, None)
 
 
 def _threads() -> Threads:
     """Asked after the kernels were loaded, so that every OpenMP runtime that a training would have is there."""
-    torch_threads = None
-    if _version("torch"):
-        import torch
-
-        torch_threads = torch.get_num_threads()
-    return Threads(torch_threads, os.environ.get("OMP_NUM_THREADS"), _openmp_runtimes())
+    torch = sys.modules.get("torch")  # the native library's module has imported it, if it can be imported
+    threads = torch.get_num_threads() if torch else None
+    return Threads(threads, os.environ.get("OMP_NUM_THREADS"), _openmp_runtimes())
 
 
 def _openmp_runtimes() -> tuple[str, ...]:

@@ -69,6 +69,14 @@ def test_a_missing_library_is_told_and_ends_with_one() -> None:
     assert "Traceback" not in answer.stderr
 
 
+def test_a_missing_torch_is_told(tmp_path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')")
+    answer = run("doctor", PYTHONPATH=str(tmp_path), COLUMNS="400")
+    assert answer.returncode == 1
+    assert "torch can't be imported (no torch here)" in answer.stdout
+    assert "Traceback" not in answer.stderr
+
+
 def test_a_wrong_isa_is_one_sentence_and_exit_code_two() -> None:
     answer = run("doctor", CPUTRAIN_ISA="avx1024")
     assert answer.returncode == 2
