@@ -17,11 +17,20 @@ MAY_IMPORT = {
     "hardware": [],
     "native": ["hardware"],
     "ops": ["native"],
+    "memory": ["native"],
     "padding": ["ops"],
     "precision": ["ops"],
     "layers": ["ops", "padding", "precision"],
     "optimizers": ["ops", "precision"],
-    "api": ["layers", "optimizers", "padding", "precision"],  # not "optimize": that is the function's name
+    "explanation": ["layers"],
+    "api": [
+        "explanation",
+        "layers",
+        "memory",
+        "optimizers",
+        "padding",
+        "precision",
+    ],  # not "optimize": that is the function's name
     "distributed": ["native"],
     "launch": ["hardware"],
     "cluster": ["hardware"],
