@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
-from functools import lru_cache
+from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -26,7 +26,8 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
     ctypes.c_double,
 )
 
-# One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test compares.
+# One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test
+# compares them.
 SIGNATURES = {
     "attention_forward": "p",
     "attention_backward": "pp",
@@ -58,7 +59,7 @@ def _library() -> ctypes.CDLL:
         library = ctypes.CDLL(str(path))
         library.cputrain_version.restype = ctypes.c_char_p
     except (OSError, AttributeError) as error:
-        raise LibraryError(f"cputrain's native library {path} could not be loaded: {error}; reinstall cputrain.") from error
+        raise LibraryError(f"cputrain's native library {path} can't be loaded: {error}; reinstall cputrain.") from error
     version = library.cputrain_version().decode()
     if version != __version__:
         raise LibraryError(
@@ -68,7 +69,7 @@ def _library() -> ctypes.CDLL:
     return library
 
 
-@lru_cache(maxsize=None)
+@cache
 def kernels_of(isa: str) -> SimpleNamespace:
     """Every kernel, compiled for `isa` ("portable", "avx2" or "avx512"), by its name."""
     table = SimpleNamespace(isa=isa)

@@ -1,8 +1,8 @@
 """Batches without their padding: what travels through a model in place of a mask tensor.
 
 `PaddingMask` leaves transformers' mask factory: which positions of the padded batch are real, and stock's own mask if
-somebody needs it. An encoder turns it into `RaggedTokens`: the real tokens as one row of the batch, with the places that
-they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays them.
+somebody needs it. An encoder turns it into `RaggedTokens`: the real tokens as one row of the batch, with the places
+that they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from cputrain.ops.attention import Sequences
 
 @dataclass(eq=False)
 class PaddingMask:
-    """A padded batch: `real` is (batch, length) and True at tokens, or None if all are; `make_stock` builds stock's mask."""
+    """A padded batch: `real` is (batch, length), True at tokens, or None if all are; `make_stock` builds stock's mask."""
 
     batch: int
     length: int

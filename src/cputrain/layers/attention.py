@@ -1,6 +1,6 @@
 """Attention through transformers' own registries, so that every model that uses them is served.
 
-Two functions are registered per stock implementation: `cputrain_over_sdpa` is ours over stock's "sdpa", which still does
+Functions are registered per stock implementation: `cputrain_over_sdpa` is ours over stock's "sdpa", which still does
 whatever ours can't. The mask factory hands out a `PaddingMask` instead of a tensor, but only to models whose encoder
 drops the padding (`cputrain_ragged_over_…`), because other models' code may look into the mask.
 """

@@ -2,7 +2,7 @@
 
 Models differ in how they number positions and default the types, so that part stays theirs: stock's forward runs, but
 its tables answer with a `PendingRows` instead of a tensor. Sums of these, the norm and the dropout are only noted, and
-the fused operator runs at the end. Anything else that the model does with them turns them into the tensor they stand for.
+the fused operator runs at the end. Anything else that the model does with them makes them the tensor they stand for.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Feed-forward halves: linear, activation, linear, in the shapes that models give them.
 
-- `feed_forward_chunk(x)` of a layer with `intermediate` (dense, activation) and `output` (dense, dropout, LayerNorm): the
-  BERT family. The residual and the norm are part of it.
+- `feed_forward_chunk(x)` of a layer with `intermediate` (dense, activation) and `output` (dense, dropout, LayerNorm):
+  the BERT family. The residual and the norm are part of it.
 - a module of two linear layers, an activation and perhaps a dropout after them (DistilBERT's FFN, ViT's MLP …).
 - `intermediate` alone: linear and activation.
 """

@@ -72,7 +72,7 @@ class Patches:
         self.replaced.clear()
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
     """A function with the name and signature of `owner.method`; deepcopy rebinds it to the copy."""
     stock = getattr(owner, method)

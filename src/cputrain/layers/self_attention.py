@@ -1,6 +1,6 @@
 """Self-attention modules: query, key and value as one product, attention on it, and the module's own ending.
 
-Recognised by three linear layers of one input (under the names that models give them), `scaling`, and what they compute;
+Recognised by three linear layers of one input (under the names that models give them), `scaling`, and what they do;
 the ending is nothing (BERT), a linear layer (DistilBERT, ViT), or linear, dropout, residual and LayerNorm (ALBERT).
 """
 

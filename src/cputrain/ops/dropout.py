@@ -1,4 +1,4 @@
-"""Dropout whose mask is a function of a key and the element's place, so that nothing is stored for the backward pass."""
+"""Dropout whose mask is a function of a key and the element's place: nothing is stored for the backward pass."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cputrain import native
 
 
 def draw_key() -> int:
-    """64 random bits from torch's default CPU generator: `manual_seed`, `fork_rng` and checkpointing all reproduce them."""
+    """64 random bits from torch's default CPU generator: `manual_seed`, `fork_rng`, checkpointing reproduce them."""
     return int(torch.empty((), dtype=torch.int64).random_(-(2**63), None).item()) & (2**64 - 1)
 
 

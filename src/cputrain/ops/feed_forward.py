@@ -107,7 +107,7 @@ def feed_forward_norm(
 
 
 def plain(x_TH, weight1, bias1, weight2, bias2, kind, factors=None, norm=None) -> Tensor:
-    """Both in PyTorch; `factors` is what dropout multiplies by, `norm` is (weight, bias, eps) of the one with a norm."""
+    """Both in PyTorch; `factors` is what dropout multiplies by, `norm` is (weight, bias, eps) where there is one."""
     h = activation_plain(torch.nn.functional.linear(x_TH, weight1, bias1), None, kind)
     y = torch.nn.functional.linear(h, weight2, bias2)
     y = y if factors is None else y * factors
