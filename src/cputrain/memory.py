@@ -1,0 +1,91 @@
+"""Freed memory stays with the process, so that a training step doesn't ask the kernel for the same buffers again.
+
+glibc gives every large block back to the kernel when it is freed, and the next step pays for it once more: a page fault
+and 4 KB of zeros at a time. `keep_freed_memory` tells it to keep them. Nothing has to be preloaded, and a process that
+did preload another allocator is left alone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import platform
+import sys
+from dataclasses import dataclass
+
+logger = logging.getLogger("cputrain")
+
+_MB = 1 << 20
+# From <malloc.h>.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+
+_KEEP = {
+    _MMAP_MAX: 0,  # large blocks come from the heap too
+    _TRIM_THRESHOLD: 2**31 - 1,  # which never shrinks
+    _TOP_PAD: 64 * _MB,  # and grows in large pieces, not by each tensor
+}
+# What glibc's own adaptation arrives at in any process that has freed a block of 32 MB, as torch's do.
+_USUAL = {_MMAP_MAX: 65536, _TRIM_THRESHOLD: 64 * _MB, _TOP_PAD: 128 * 1024, _MMAP_THRESHOLD: 32 * _MB}
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Whether freed memory stays with the process, and why or why not."""
+
+    active: bool
+    reason: str
+
+
+def keep_freed_memory() -> Kept:
+    """Keep freed buffers for reuse from now on, in this process; harmless when repeated."""
+    obstacle = _obstacle()
+    if obstacle:
+        logger.info("freed memory is left to the allocator: %s", obstacle)
+        return Kept(False, obstacle)
+    _set(_KEEP)
+    return Kept(True, "glibc keeps freed blocks for reuse")
+
+
+def release() -> None:
+    """Back to glibc's usual behaviour, and what is free goes back to the kernel."""
+    if not _obstacle():
+        _set(_USUAL)
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def _set(options: dict[int, int]) -> None:
+    mallopt = ctypes.CDLL(None).mallopt
+    for option, value in options.items():
+        if mallopt(option, value) != 1:
+            raise RuntimeError(f"glibc refused mallopt({option}, {value})")
+
+
+def _obstacle() -> str:
+    """Why glibc's malloc can't be told anything here; empty if it can."""
+    if sys.platform != "linux":
+        return f"only glibc's allocator is known to cputrain, this is {sys.platform}"
+    if platform.libc_ver()[0] != "glibc":
+        return "the C library isn't glibc"
+    if _home_of("malloc") != _home_of("gnu_get_libc_version"):
+        return f"another allocator serves this process ({_home_of('malloc')})"
+    return ""
+
+
+class _Place(ctypes.Structure):
+    """`Dl_info`: where an address belongs."""
+
+    _fields_ = [
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("symbol", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    ]
+
+
+def _home_of(function: str) -> str:
+    """The library that a function of this process comes from."""
+    process = ctypes.CDLL(None)
+    place = _Place()
+    if not process.dladdr(ctypes.cast(getattr(process, function), ctypes.c_void_p), ctypes.byref(place)):
+        return "unknown"
+    return (place.file or b"unknown").decode()
