@@ -21,6 +21,38 @@ float join_row(const float* y, const float* bias, const float* residual, float* 
   return sum_of_chains(sums);
 }
 
+// Everything that the backward of some rows reads and writes.
+struct Backward {
+  const float *grad_out, *z, *mean, *rstd, *weight, *grad_sum;
+  float *grad_z, *grad_y;
+  int64_t cols;
+  DropoutRate rate;
+  uint64_t key;
+
+  template <int kRows, bool kDropout, bool kBias>
+  void rows(int64_t first, NormSums add) const {
+    Moments moments[kRows];
+    GradMeans means[kRows];
+    for (int r = 0; r < kRows; r++) moments[r] = {mean[first + r], rstd[first + r]};
+    const int64_t start = first * cols;
+    grad_means<kRows>(grad_out + start, z + start, moments, weight, add, cols, means);
+    for (int r = 0; r < kRows; r++) {
+      const int64_t at = start + r * cols;
+      norm_grad_row<kDropout, kBias>(
+          grad_out + at, z + at, moments[r], means[r], weight, grad_sum ? grad_sum + at : nullptr,
+          grad_z + at, grad_y ? grad_y + at : nullptr, add, cols, row_key(key, first + r), rate);
+    }
+  }
+
+  template <bool kDropout, bool kBias>
+  void chunk(int64_t first, int64_t last, NormSums add) const {
+    int64_t r = first;
+    for (; r + kRowsTogether <= last; r += kRowsTogether)
+      rows<kRowsTogether, kDropout, kBias>(r, add);
+    for (; r < last; r++) rows<1, kDropout, kBias>(r, add);
+  }
+};
+
 constexpr int64_t kFewElements = 16384;  // 64 KB take about as long as waking the other threads
 
 }  // namespace
@@ -30,7 +62,7 @@ void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, 
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
   for (int64_t r = 0; r < rows; r++) {
     const float* row = x + r * cols;
-    const Moments m = moments(row, cols, row_sum(row, cols), eps);
+    const Moments m = moments(row, cols, row_sum(row, cols), eps, row + cols);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
     normalise_row(row, m, weight, bias, out + r * cols, cols);
@@ -47,7 +79,7 @@ void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
   for (int64_t r = 0; r < rows; r++) {
     const int64_t at = r * cols;
     const float total = join(y + at, bias, residual + at, z + at, cols, row_key(key, r), rate);
-    const Moments m = moments(z + at, cols, total, eps);
+    const Moments m = moments(z + at, cols, total, eps, residual + at + cols);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
     normalise_row(z + at, m, weight, beta, out + at, cols);
@@ -59,22 +91,25 @@ void KERNEL(layer_norm_backward)(const float* grad_out, const float* z, const fl
                                  float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
                                  float* grad_bias, int64_t rows, int64_t cols, float p,
                                  uint64_t key) {
-  const DropoutRate rate(p);
-  const auto backward_row = p > 0 ? norm_backward_row<true> : norm_backward_row<false>;
   const RowChunks chunks(rows);
-  const ColumnSums sums(chunks, 3, cols);
+  const ColumnSums sums(chunks, 4, cols);
+  if (!weight && rows > 0) {
+    float* ones = sums.row(0, 3);
+    for (int64_t c = 0; c < cols; c++) ones[c] = 1.f;
+    weight = ones;
+  }
+  const Backward backward = {grad_out, z,      mean, rstd,           weight, grad_sum,
+                             grad_z,   grad_y, cols, DropoutRate(p), key};
+  const auto chunk_backward =
+      p > 0 ? (grad_bias ? &Backward::chunk<true, true> : &Backward::chunk<true, false>)
+            : (grad_bias ? &Backward::chunk<false, true> : &Backward::chunk<false, false>);
 #pragma omp parallel if (rows * cols > kFewElements)
   {
 #pragma omp for schedule(static)
     for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
-      sums.clear(chunk);
       const NormSums add = {sums.row(chunk, 0), sums.row(chunk, 1), sums.row(chunk, 2)};
-      for (int64_t r = chunks.first(chunk); r < chunks.last(chunk); r++) {
-        const int64_t at = r * cols;
-        backward_row(grad_out + at, z + at, {mean[r], rstd[r]}, weight,
-                     grad_sum ? grad_sum + at : nullptr, grad_z + at,
-                     grad_y ? grad_y + at : nullptr, add, cols, row_key(key, r), rate);
-      }
+      sums.clear(chunk, 3);
+      (backward.*chunk_backward)(chunks.first(chunk), chunks.last(chunk), add);
     }
     sums.total(0, grad_weight);
     sums.total(1, grad_beta);

@@ -21,10 +21,12 @@ inline float row_sum(const float* x, int64_t cols) {
   return sum_of_chains(sums);
 }
 
-inline Moments moments(const float* x, int64_t cols, float total, float eps) {
+// Meanwhile the row at `next` is fetched.
+inline Moments moments(const float* x, int64_t cols, float total, float eps, const float* next) {
   const float mean = total / (float)cols;
   Vec squares[kChains] = {};
   for_columns(cols, [&](int64_t c, int j, auto part) INLINE_BODY {
+    fetch(next + c);
     const Vec distance = part.only(part.load(x + c) - mean);
     squares[j] += distance * distance;
   });
@@ -39,6 +41,7 @@ inline void normalise_row(const float* x, Moments m, const float* weight, const 
                           DropoutRate rate = DropoutRate(0.f)) {
   for_columns_dropped<kDropout>(cols, key, rate,
                                 [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
+                                  fetch_to_write(out + cols + c);
                                   Vec y = (part.load(x + c) - m.mean) * m.rstd;
                                   if (weight) y *= part.load(weight + c);
                                   if (bias) y += part.load(bias + c);
@@ -46,41 +49,75 @@ inline void normalise_row(const float* x, Moments m, const float* weight, const 
                                 });
 }
 
-// What a backward row adds to, one row of sums each; never null.
+// What the backward of a row adds to, one row of sums each.
 struct NormSums {
   float *weight, *beta, *bias;
 };
 
-// grad_x of one row, plus `also` (the gradient that reached x by another way, or null); grad_weight
-// and grad_beta are added up on the way. grad_x may be grad. With x̂ = (x - mean)·rstd and g =
-// grad·weight: grad_x = rstd·(g - mean(g) - x̂·mean(g·x̂)). With dropout, grad_y (of what was dropped
-// before it became part of x) is grad_x · factors.
-template <bool kDropout>
-inline void norm_backward_row(const float* grad, const float* x, Moments m, const float* weight,
-                              const float* also, float* grad_x, float* grad_y, NormSums add,
-                              int64_t cols, RowKey key = {}, DropoutRate rate = DropoutRate(0.f)) {
-  Vec sums[kChains] = {}, products[kChains] = {};
+// mean(g) and mean(g·x̂) of the gradient's formula, where g = grad·weight and x̂ = (x - mean)·rstd.
+struct GradMeans {
+  float g, product;
+};
+
+// Four rows' inputs and outputs would leave a 32 KB cache at 768 columns.
+constexpr int kRowsTogether = 2;
+
+// The first pass of the backward, over kRows rows at once (cols apart): what is added up over the
+// rows is loaded and stored once for all of them, and one row's sums need not wait for another's.
+template <int kRows>
+inline void grad_means(const float* grad, const float* x, const Moments* m, const float* weight,
+                       NormSums add, int64_t cols, GradMeans* means) {
+  constexpr int kEach = kChains / kRows;  // chains of sums for each row
+  Vec sums[kRows][kEach] = {}, products[kRows][kEach] = {};
   for_columns(cols, [&](int64_t c, int j, auto part) INLINE_BODY {
-    Vec g = part.load(grad + c);
-    const Vec normed = (part.load(x + c) - m.mean) * m.rstd;
-    part.store(add.weight + c, part.load(add.weight + c) + g * normed);
-    part.store(add.beta + c, part.load(add.beta + c) + g);
-    if (weight) g *= part.load(weight + c);
-    sums[j] += g;
-    products[j] += g * normed;
+    Vec for_weight = part.load(add.weight + c), for_beta = part.load(add.beta + c);
+    const Vec w = part.load(weight + c);
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) {
+      const Vec g = part.load(grad + r * cols + c);
+      const Vec normed = (part.load(x + r * cols + c) - m[r].mean) * m[r].rstd;
+      const Vec product = g * normed;
+      for_weight += product;
+      for_beta += g;
+      sums[r][j % kEach] += g * w;
+      products[r][j % kEach] += product * w;
+    }
+    part.store(add.weight + c, for_weight);
+    part.store(add.beta + c, for_beta);
   });
-  const float mean_g = sum_of_chains(sums) / (float)cols;
-  const float mean_product = sum_of_chains(products) / (float)cols;
+  for (int r = 0; r < kRows; r++) {
+    Vec all = sums[r][0], all_products = products[r][0];
+    for (int k = 1; k < kEach; k++) all += sums[r][k], all_products += products[r][k];
+    means[r] = {sum(all) / (float)cols, sum(all_products) / (float)cols};
+  }
+}
+
+// The second pass: grad_x = rstd·(g - mean(g) - x̂·mean(g·x̂)) + also (the gradient that reached x by
+// another way, or null). grad_x may be grad. With dropout, grad_y (of what was dropped before it
+// became part of x) is grad_x · factors; kBias adds that up, too.
+template <bool kDropout, bool kBias>
+inline void norm_grad_row(const float* grad, const float* x, Moments m, GradMeans means,
+                          const float* weight, const float* also, float* grad_x, float* grad_y,
+                          NormSums add, int64_t cols, RowKey key = {},
+                          DropoutRate rate = DropoutRate(0.f)) {
+  // Over one column the gradient is exactly 0, which a rounding error times a huge rstd would hide.
+  const float rstd = cols > 1 ? m.rstd : 0.f;
+  const float slope = -rstd * rstd * means.product, start = -rstd * means.g;
   for_columns_dropped<kDropout>(
       cols, key, rate, [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
-        Vec g = part.load(grad + c);
-        if (weight) g *= part.load(weight + c);
-        const Vec normed = (part.load(x + c) - m.mean) * m.rstd;
-        Vec result = (g - mean_g - normed * mean_product) * m.rstd;
+        fetch(grad + kRowsTogether * cols + c);
+        fetch(x + kRowsTogether * cols + c);
+        fetch_to_write(grad_x + cols + c);
+        const Vec g = part.load(grad + c) * part.load(weight + c);
+        Vec result = g * rstd + ((part.load(x + c) - m.mean) * slope + start);
         if (also) result += part.load(also + c);
         part.store(grad_x + c, result);
-        if (kDropout) part.store(grad_y + c, result * factor);
-        part.store(add.bias + c, part.load(add.bias + c) + result * factor);
+        result *= factor;
+        if (kDropout) {
+          fetch_to_write(grad_y + cols + c);
+          part.store(grad_y + c, result);
+        }
+        if (kBias) part.store(add.bias + c, part.load(add.bias + c) + result);
       });
 }
 
