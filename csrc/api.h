@@ -76,7 +76,7 @@ struct BiasTensor {
 };
 struct AttentionProblem {
   HeadTensor q, k, v, out;
-  float* lse;  // (heads, total): log-sum-exp of the scores; infinity where every key is masked
+  float* lse;  // (heads, total): log2 Σ e^score; infinity where every key is masked
   BiasTensor bias;
   const int64_t *starts, *lengths;  // of the sequences, in tokens
   const int64_t* order;             // the sequences' numbers, longest first

