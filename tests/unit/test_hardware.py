@@ -147,6 +147,16 @@ def test_arm_names_its_features_otherwise(machine: FakeMachine) -> None:
     assert hardware.best_isa(found, {})[0] == "portable"
 
 
+def test_an_older_kernel_calls_the_siblings_otherwise(machine: FakeMachine) -> None:
+    machine.topology(sockets=1, cores_per_socket=4, smt=2)
+    for cpu in range(8):
+        folder = machine.root / f"sys/devices/system/cpu/cpu{cpu}/topology"
+        (folder / "core_cpus_list").rename(folder / "thread_siblings_list")
+    found = machine.read().cores
+    assert found.value == ((0, 4), (1, 5), (2, 6), (3, 7))
+    assert found.source.endswith("thread_siblings_list")
+
+
 def test_memory_only_nodes_are_left_out(machine: FakeMachine) -> None:
     machine.write("/sys/devices/system/node/node1/cpulist", "")
     assert [node.number for node in machine.read().numa_nodes.value] == [0]
@@ -161,6 +171,11 @@ def test_affinity_decides(machine: FakeMachine) -> None:
     assert found.affinity.value == found.usable_cpus.value == (1, 4, 5)
     assert found.usable_cores.value == 3
     assert "affinity" in found.usable_cores.source
+
+
+def test_a_mask_may_name_cpus_that_are_not_there(machine: FakeMachine) -> None:
+    machine.process("0-63", mounts=(V2,))
+    assert machine.read().affinity.value == tuple(range(8))
 
 
 def test_affinity_to_both_threads_of_a_core_is_one_core(machine: FakeMachine) -> None:
@@ -186,7 +201,7 @@ def test_nested_v2_groups_the_least_wins_wherever_it_is(machine: FakeMachine) ->
     for folder, quota, memory in [
         ("kubepods", "600000 100000", 2 * GIB),
         ("kubepods/pod1", "200000 100000", "max"),
-        ("kubepods/pod1/main", "max 100000", 3 * GIB),
+        ("kubepods/pod1/main", "300000 100000", 3 * GIB),
         ("kubepods/pod2", "100000 100000", 1 * GIB),
     ]:
         machine.write(f"/sys/fs/cgroup/{folder}/cpu.max", quota)
@@ -196,6 +211,13 @@ def test_nested_v2_groups_the_least_wins_wherever_it_is(machine: FakeMachine) ->
     assert found.memory_limit == hardware.Fact(2 * GIB, "/sys/fs/cgroup/kubepods/memory.max")
     assert found.usable_memory == found.memory_limit
     assert found.usable_cores.value == 2
+
+
+def test_a_limit_above_the_memory_limits_nothing(machine: FakeMachine) -> None:
+    machine.write("/sys/fs/cgroup/memory.max", 100 * GIB)
+    found = machine.read()
+    assert found.memory_limit.value == 100 * GIB
+    assert found.usable_memory == found.memory_total
 
 
 def test_v1_quota_memory_and_cpuset(machine: FakeMachine) -> None:
@@ -271,6 +293,7 @@ def test_a_mount_point_with_a_blank(machine: FakeMachine) -> None:
 
 def test_a_group_outside_the_namespace_is_read_at_the_mount(machine: FakeMachine) -> None:
     machine.process("0-7", cgroup="0::/../other", mounts=(V2,))
+    machine.write("/sys/fs/other/cpu.max", "100000 100000")
     machine.write("/sys/fs/cgroup/cpu.max", "200000 100000")
     assert machine.read().cpu_quota.value == 2.0
 
