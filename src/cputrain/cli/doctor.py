@@ -180,7 +180,8 @@ def _sections(report: Report) -> Iterator[list[Row]]:
         ("cpuset", "none" if cpuset.value is None else _ranges(cpuset.value), cpuset.source),
         ("quota", "none" if quota.value is None else f"{quota.value:g} CPUs", quota.source),
         ("limit", "none" if limit.value is None else _bytes(limit.value), limit.source),
-        ("usable", _counted(machine.usable_cores.value, "core"), machine.usable_cores.source),
+        # The files that decided stand in the lines above.
+        ("usable", _counted(machine.usable_cores.value, "core"), re.sub(r" \(/.*?\)", "", machine.usable_cores.source)),
     ]
     yield list(_software(report))
 
