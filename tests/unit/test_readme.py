@@ -1,7 +1,8 @@
-"""The README can't drift: its tree, its paths, its links and its commands exist."""
+"""The README can't drift: its tree, its paths and its commands exist, and so does what any document links to."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,7 +32,17 @@ def tree_paths(tree: str) -> Iterator[str]:
 
 
 TREE = list(tree_paths(re.search(r"^## Where things are\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[1]))
-LINKS = [link for link in re.findall(r"\]\(([^)#]+)", README) if "://" not in link]
+DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "csrc" / "README.md", *(ROOT / "docs").glob("*.md")]
+
+
+def linked(document: Path) -> Iterator[str]:
+    """Files that a document links to, as paths from the root."""
+    for link in re.findall(r"\]\(([^)#]+)", document.read_text()):
+        if "://" not in link:
+            yield os.path.relpath(document.parent / link, ROOT)
+
+
+LINKS = [link for document in DOCUMENTS for link in linked(document)]
 # Files and folders that the text names in passing, such as `src/cputrain/ops/dropout.py`.
 NAMED = [word for word in INLINE if re.fullmatch(r"[\w.]+/[\w./]*", word)]
 MAKE_TARGETS = sorted(set(re.findall(r"\bmake ([a-z]+)", CODE)))
