@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from dataclasses import dataclass, field
 from typing import Literal, overload
@@ -20,8 +21,10 @@ Padding = Literal["drop", "keep"]
 
 # model.__dict__ key of the record of what was done to it; copied with the model.
 _RECORD = "_cputrain"
-# The optimizer that was taken over together with a model. Not part of the record: a copy of the model has no share in it.
+# The optimizer that was taken over together with a model; not in the record, because a copy has no share in it.
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
+# Models that hold our clip_grad_norm_ in its place, until the last of them is restored.
+_clipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 def _optimizer_of(model: nn.Module) -> Optimizer | None:
@@ -37,6 +40,12 @@ class Record:
     dtype_reason: str
     padding: Padding
     patches: Patches = field(default_factory=Patches)
+
+    def __deepcopy__(self, memo: dict) -> Record:
+        return Record(self.dtype, self.dtype_reason, self.padding, copy.deepcopy(self.patches, memo))
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a pickled model is loaded as stock, even where cputrain isn't installed
 
 
 @overload
@@ -56,8 +65,8 @@ def optimize(
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
     """Makes `model`, and `optimizer` if given, faster on this CPU, in place; returns what it was given.
 
-    Class, parameter names, checkpoints and results stay; `explain(model)` lists what was replaced, `restore(model)` undoes
-    it. With `padding="drop"` padded positions are never computed; with "keep" the numbers are stock's padded ones.
+    Class, parameter names, checkpoints and results stay; `explain(model)` lists what was replaced, `restore(model)`
+    undoes it. With `padding="drop"` padded positions are never computed; "keep" gives stock's padded numbers.
     """
     _check(model, optimizer, padding)
     chosen, reason = precision.choose(dtype)
@@ -95,7 +104,7 @@ def explain(model: nn.Module) -> Explanation:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state that they have now."""
+    """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
     _undo_model(model)
     optimizer = _optimizer_of(model)
     if optimizer is not None:
@@ -114,7 +123,8 @@ def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
     for name, parameter in model.named_parameters():
         if parameter.device.type != "cpu":
             raise ValueError(
-                f"cputrain works on the CPU, but parameter {name!r} is on {parameter.device}; call model.to('cpu') first."
+                f"cputrain works on the CPU, but parameter {name!r} is on {parameter.device}; "
+                "call model.to('cpu') first."
             )
     if optimizer is not None:
         own = {id(parameter) for parameter in model.parameters()}
@@ -131,22 +141,24 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
     try:
         attention_config.take_over(model, patches)
         recognise.take_over_pieces(model, patches)
-        encoders = []
-        if record.padding == "drop":
-            encoders = recognise.take_over_encoders(model, patches)
-            recognise.take_over_span_heads(model, patches)
-        attention_config.choose(model, patches, ragged=bool(encoders))
+        ragged = record.padding == "drop" and recognise.take_over_encoders(model, patches)
+        attention_config.choose(patches, ragged)
     except BaseException:
         _undo_model(model)
         raise
-    clipping.install()
+    if not _clipped:
+        clipping.install()
+    _clipped.add(model)
 
 
 def _undo_model(model: nn.Module) -> None:
     record: Record | None = model.__dict__.pop(_RECORD, None)
     if record is not None:
         record.patches.undo()
-        clipping.uninstall()
+    if model in _clipped:
+        _clipped.discard(model)
+        if not _clipped:
+            clipping.uninstall()
 
 
 def _padding_reason(record: Record) -> str:

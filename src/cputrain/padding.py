@@ -20,7 +20,7 @@ from cputrain.ops.attention import Sequences
 
 @dataclass(eq=False)
 class PaddingMask:
-    """A padded batch: `real` is (batch, length), True at tokens, or None if all are; `make_stock` builds stock's mask."""
+    """A padded batch: `real` (batch, length) is True at tokens, None if all are; `make_stock` builds stock's mask."""
 
     batch: int
     length: int
@@ -71,24 +71,24 @@ class _Gather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (place,) = ctx.saved_tensors
-        return _spread(grad, place, ctx.shape), None
+        return _spread(grad, place, ctx.shape, 0.0), None
 
 
 class _Scatter(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ragged: Tensor, place: Tensor, batch: int, length: int) -> Tensor:
+    def forward(ctx, ragged: Tensor, place: Tensor, batch: int, length: int, fill: float) -> Tensor:
         ctx.save_for_backward(place)
-        return _spread(ragged, place, (batch, length, ragged.shape[-1]))
+        return _spread(ragged, place, (batch, length, ragged.shape[-1]), fill)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: Tensor):
         (place,) = ctx.saved_tensors
-        return grad.reshape(-1, grad.shape[-1]).index_select(0, place).unsqueeze(0), None, None, None
+        return grad.reshape(-1, grad.shape[-1]).index_select(0, place).unsqueeze(0), None, None, None, None
 
 
-def _spread(rows: Tensor, place: Tensor, shape: tuple[int, ...]) -> Tensor:
-    dense = rows.new_zeros(shape)
+def _spread(rows: Tensor, place: Tensor, shape: tuple[int, ...], fill: float) -> Tensor:
+    dense = rows.new_full(shape, fill)
     dense.view(-1, shape[-1]).index_copy_(0, place, rows.reshape(-1, shape[-1]))
     return dense
 
@@ -98,6 +98,6 @@ def gather(dense: Tensor, ragged: RaggedTokens) -> Tensor:
     return _Gather.apply(dense, ragged.place)
 
 
-def scatter(rows: Tensor, ragged: RaggedTokens, batch: int, length: int) -> Tensor:
-    """(1, tokens, hidden) → (batch, length, hidden), 0 at padded positions."""
-    return _Scatter.apply(rows, ragged.place, batch, length)
+def scatter(rows: Tensor, ragged: RaggedTokens, batch: int, length: int, fill: float = 0.0) -> Tensor:
+    """(1, tokens, hidden) → (batch, length, hidden), `fill` at padded positions."""
+    return _Scatter.apply(rows, ragged.place, batch, length, fill)

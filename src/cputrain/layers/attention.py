@@ -9,15 +9,22 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import tensor_obstacle
+from cputrain.layers.patch import tensor_obstacle, transform_obstacle
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens
 
 SMALLEST_HEAD, LARGEST_HEAD = 8, 256
+
+STOCK = ("sdpa", "eager")  # the implementations that ours stand over
+
+# While set, every call of the attention function notes its dropout rate here: how a module is asked for its rate.
+rates_seen: ContextVar[list[float] | None] = ContextVar("cputrain_rates_seen", default=None)
 
 # Arguments that models pass to the attention function and that change nothing for ours.
 _HARMLESS = {
@@ -26,6 +33,7 @@ _HARMLESS = {
     "use_cache",
     "is_causal",
     "num_items_in_batch",
+    "output_hidden_states",
     "return_dict",
     "cu_seq_lens_q",
 }
@@ -37,10 +45,13 @@ def implementation_name(stock: str, ragged: bool) -> str:
 
 
 def stock_name(implementation: str) -> str:
-    return implementation.split("over_", 1)[-1]
+    """The stock implementation under `implementation`, or itself if it is none of ours."""
+    return implementation.split("over_", 1)[-1] if implementation.startswith("cputrain_") else implementation
 
 
-def sequences_of(mask: object, module: nn.Module, batch: int, length: int, is_causal: bool | None) -> tuple | None:
+def sequences_of(
+    mask: object, module: nn.Module, batch: int, length: int, is_causal: bool | None, stock: str
+) -> tuple[Sequences, bool] | None:
     """(sequences, causal) that our attention is to work on, or None if only stock's mask can say it."""
     if isinstance(mask, RaggedTokens):
         return mask.sequences, mask.causal
@@ -48,22 +59,25 @@ def sequences_of(mask: object, module: nn.Module, batch: int, length: int, is_ca
         return None if mask.dense_sequences is None else (mask.dense_sequences, mask.causal)
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        return Sequences.dense(batch, length), bool(causal) and length > 1
+        return Sequences.dense(batch, length), stock != "eager" and bool(causal)  # eager is causal by its mask only
     return None
+
+
+def asked_for(options: dict[str, Any]) -> str | None:
+    """Arguments of the attention that ours doesn't know."""
+    unknown = [
+        name for name, given in options.items() if given is not None and given is not False and name not in _HARMLESS
+    ]
+    return f"it was called with {', '.join(sorted(unknown))}" if unknown else None
 
 
 def obstacle(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> str | None:
     """Why stock's attention must run."""
-    asked_for = [
-        name for name, given in options.items() if given is not None and given is not False and name not in _HARMLESS
-    ]
-    if asked_for:
-        return f"the attention was called with {', '.join(sorted(asked_for))}"
     if query.shape[2] != key.shape[2]:
         return "queries and keys differ in length (a cache or cross-attention)"
     if not SMALLEST_HEAD <= query.shape[3] <= LARGEST_HEAD or query.shape[3] != value.shape[3]:
         return f"heads of {query.shape[3]} and {value.shape[3]}"
-    return tensor_obstacle(query, key, value)
+    return asked_for(options) or tensor_obstacle(query, key, value)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -79,17 +93,13 @@ def _stock_function(module: nn.Module, stock: str) -> Callable:
     return ALL_ATTENTION_FUNCTIONS[stock]
 
 
-def _stock_one_by_one(function: Callable, module: nn.Module, qkv: tuple, ragged: RaggedTokens, options: dict) -> tuple:
+def _stock_one_by_one(function: Callable, module: nn.Module, qkv: tuple, ragged: RaggedTokens, options: dict) -> Tensor:
     """Stock's attention on ragged tokens: sequence after sequence."""
-    lengths = ragged.sequences.lengths.tolist()
-    parts = zip(*(x.split(lengths, dim=2) for x in qkv), strict=True)
-    outs = [function(module, *part, None, **options)[0] for part in parts]
-    return _cat_sequences(outs), None
-
-
-def _cat_sequences(outs: list[Tensor]) -> Tensor:
-    import torch
-
+    outs = []
+    for part in zip(*(x.split(ragged.sequences.lengths.tolist(), dim=2) for x in qkv), strict=True):
+        length = part[0].shape[2]
+        mask = torch.full((1, 1, length, length), -torch.inf, dtype=part[0].dtype).triu(1) if ragged.causal else None
+        outs.append(function(module, *part, mask, **options | {"is_causal": False})[0])
     return torch.cat(outs, dim=1)
 
 
@@ -101,27 +111,30 @@ def make_attention(stock: str) -> Callable:
         query: Tensor,
         key: Tensor,
         value: Tensor,
-        attention_mask: object,
+        attention_mask: Any,
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        batch, heads, length, size = query.shape
-        scale = size**-0.5 if scaling is None else scaling
         where = None
-        if obstacle(query, key, value, options) is None:
-            where = sequences_of(attention_mask, module, batch, length, is_causal)
+        if not torch.compiler.is_compiling():
+            if (seen := rates_seen.get()) is not None:
+                seen.append(dropout)
+            batch, heads, length, size = query.shape
+            if obstacle(query, key, value, options) is None:
+                where = sequences_of(attention_mask, module, batch, length, is_causal, stock)
         if where is not None:
             sequences, causal = where
+            scale = size**-0.5 if scaling is None else scaling
             out = attention(_rows(query), _rows(key), _rows(value), sequences, scale=scale, causal=causal, p=dropout)
             return out.view(batch, length, heads, size), None
         function = _stock_function(module, stock)
         options.update(scaling=scaling, dropout=dropout)
+        if isinstance(attention_mask, RaggedTokens):
+            return _stock_one_by_one(function, module, (query, key, value), attention_mask, options), None
         if is_causal is not None:
             options["is_causal"] = is_causal
-        if isinstance(attention_mask, RaggedTokens):
-            return _stock_one_by_one(function, module, (query, key, value), attention_mask, options)
         mask = attention_mask.stock if isinstance(attention_mask, PaddingMask) else attention_mask
         return function(module, query, key, value, mask, **options)
 
@@ -135,34 +148,29 @@ def make_ragged_mask(stock: str) -> Callable:
         from transformers import masking_utils
 
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        function = kwargs.get("mask_function", masking_utils.causal_mask_function)
-        plain = function in (masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function)
-        q_length, kv_length = kwargs.get("q_length"), kwargs.get("kv_length")
-        if (
-            args
-            or not plain
-            or q_length is None
-            or q_length != kv_length
-            or kwargs.get("q_offset", 0)
-            or kwargs.get("kv_offset", 0)
-        ):
+        causal, bidirectional = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
+        function = kwargs.get("mask_function")
+        length, real = kwargs.get("q_length"), kwargs.get("attention_mask")
+        if torch.compiler.is_compiling() or transform_obstacle() is not None:
             return factory(*args, **kwargs)
-        real = kwargs.get("attention_mask")
-        if real is not None and (real.dim() != 2 or real.shape[1] != q_length or not real.is_cpu):
+        plain = not args and function in (causal, bidirectional)
+        if not plain or kwargs["kv_length"] != length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+            return factory(*args, **kwargs)
+        if real is not None and (real.shape != (kwargs["batch_size"], length) or not real.is_cpu):
             return factory(**kwargs)
         real = None if real is None or bool(real.all()) else real.bool()
-        causal = function is masking_utils.causal_mask_function
-        return PaddingMask(kwargs["batch_size"], q_length, real, causal, lambda: factory(**kwargs))
+        return PaddingMask(kwargs["batch_size"], length, real, function is causal, lambda: factory(**kwargs))
 
     return cputrain_mask
 
 
-def register(stock: str) -> None:
-    """Makes ours over `stock` known to transformers; harmless if done before."""
+def register() -> None:
+    """Makes ours over each stock implementation known to transformers; harmless if done before."""
     from transformers import AttentionInterface, masking_utils
 
-    for ragged in (False, True):
-        name = implementation_name(stock, ragged)
-        AttentionInterface.register(name, make_attention(stock))
-        factory = make_ragged_mask(stock) if ragged else masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        masking_utils.AttentionMaskInterface.register(name, factory)
+    for stock in STOCK:
+        stock_factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
+        for ragged, factory in ((False, stock_factory), (True, make_ragged_mask(stock))):
+            name = implementation_name(stock, ragged)
+            AttentionInterface.register(name, make_attention(stock))
+            masking_utils.AttentionMaskInterface.register(name, factory)

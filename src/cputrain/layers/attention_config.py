@@ -1,12 +1,15 @@
 """Points a transformers model at our attention: its config names the implementation, and configs are shared.
 
-A config may belong to several models, so the model gets copies of its own; the original stays as it was.
+A config may belong to several models, and users change it while they train. So the modules that look the name up get a
+view of their config: everything in it is the config's own, both ways, but for the name of the implementation.
 """
 
 from __future__ import annotations
 
 import copy
+import operator
 import sys
+from functools import cache
 from typing import Any
 
 from torch import nn
@@ -14,47 +17,80 @@ from torch import nn
 from cputrain.layers import attention
 from cputrain.layers.patch import Patches
 
-_SERVED = ("sdpa", "eager")
+
+def take_over(model: nn.Module, patches: Patches) -> None:
+    """Gives every module that runs attention or makes its mask a view of its config."""
+    submodels: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
+    if not submodels:
+        return
+    if not all(submodel._can_set_attn_implementation() for submodel in submodels):
+        patches.leave("", model, "its attention doesn't go through transformers' registry")
+        return
+    attention.register()
+    # A model around a base model makes no masks: its config, which users hand on to other models, stays untouched.
+    outer = {id(submodel) for submodel in submodels if submodel.base_model is not submodel}
+    views: dict[int, Any] = {}
+    for name, module, config in _configured(model):
+        if id(module) in outer:
+            continue
+        if config._attn_implementation not in attention.STOCK:
+            patches.leave(name, module, f"its attention implementation is {config._attn_implementation}")
+            continue
+        view = views.setdefault(id(config), _view(config))
+        patches.set(name, module, "config", view, "attention through cputrain's function")
 
 
-def is_transformers_model(model: nn.Module) -> bool:
+def choose(patches: Patches, ragged: bool) -> None:
+    """Whether the masks are to be handed over as lengths, which only models without padding inside understand."""
+    for entry in patches.replaced:
+        if entry.attribute == "config":
+            object.__setattr__(entry.value, "_cputrain_ragged", ragged)
+
+
+def is_transformers_model(module: nn.Module) -> bool:
+    """Whether it is one of transformers' models; if transformers isn't loaded, it can't be."""
     transformers = sys.modules.get("transformers")
-    return transformers is not None and isinstance(model, transformers.PreTrainedModel)
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def _configured(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
-    transformers = sys.modules["transformers"]
+    kind = sys.modules["transformers"].PretrainedConfig
     found = [(name, module, module.__dict__.get("config")) for name, module in model.named_modules()]
-    return [entry for entry in found if isinstance(entry[2], transformers.PretrainedConfig)]
+    return [entry for entry in found if isinstance(entry[2], kind)]
 
 
-def take_over(model: nn.Module, patches: Patches) -> None:
-    """Gives every module of the model a copy of its config; `choose` then names the implementation."""
-    if not any(True for _ in _submodels(model)):
-        return
-    if not all(submodel._can_set_attn_implementation() for _, submodel in _submodels(model)):
-        patches.leave("", model, "its attention doesn't go through transformers' registry")
-        return
-    copies: dict[int, Any] = {}
-    for name, module, config in _configured(model):
-        if config._attn_implementation in _SERVED:
-            if id(config) not in copies:
-                copies[id(config)] = copy.copy(config)
-            patches.set(name, module, "config", copies[id(config)], "its own copy of the config")
+def _view(config: Any, ragged: bool = False) -> Any:
+    view: Any = object.__new__(_view_class(type(config)))
+    object.__setattr__(view, "__dict__", config.__dict__)
+    object.__setattr__(view, "_cputrain_original", config)
+    object.__setattr__(view, "_cputrain_ragged", ragged)
+    return view
 
 
-def _submodels(model: nn.Module) -> list[tuple[str, Any]]:
-    if "transformers" not in sys.modules:
-        return []
-    kind = sys.modules["transformers"].PreTrainedModel
-    return [(name, module) for name, module in model.named_modules() if isinstance(module, kind)]
+@cache
+def _view_class(kind: type) -> type:
+    class View(kind):  # type: ignore[misc, valid-type]
+        """Shares its `__dict__` with the config that it is a view of."""
 
+        __slots__ = ("_cputrain_original", "_cputrain_ragged")
 
-def choose(model: nn.Module, patches: Patches, ragged: bool) -> None:
-    """Names our implementation in the model's own configs."""
-    ours = {id(entry.module.__dict__["config"]) for entry in patches.replaced if entry.attribute == "config"}
-    for _, _, config in _configured(model) if ours else ():
-        if id(config) in ours:
-            stock = attention.stock_name(config._attn_implementation)
-            attention.register(stock)
-            config._attn_implementation_internal = attention.implementation_name(stock, ragged)
+        @property
+        def _attn_implementation_internal(self) -> str:
+            stock = self.__dict__["_attn_implementation_internal"]
+            return attention.implementation_name(stock, self._cputrain_ragged) if stock in attention.STOCK else stock
+
+        @_attn_implementation_internal.setter
+        def _attn_implementation_internal(self, name: str) -> None:
+            self.__dict__["_attn_implementation_internal"] = attention.stock_name(name)
+
+        def __copy__(self) -> Any:
+            return copy.copy(self._cputrain_original)
+
+        def __deepcopy__(self, memo: dict) -> Any:
+            return _view(copy.deepcopy(self._cputrain_original, memo), self._cputrain_ragged)
+
+        def __reduce_ex__(self, protocol: object) -> tuple:
+            return operator.itemgetter(0), ((self._cputrain_original,),)  # a pickled model is stock's
+
+    View.__name__, View.__qualname__, View.__module__ = kind.__name__, kind.__qualname__, kind.__module__
+    return View

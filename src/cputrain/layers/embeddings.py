@@ -14,8 +14,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map
 
-from cputrain.layers.patch import Patches, first, global_hook_obstacle, module_obstacle, step_aside, tensor_obstacle
+from cputrain.layers.patch import (
+    Patches,
+    first,
+    global_hook_obstacle,
+    module_obstacle,
+    step_aside,
+    tensor_obstacle,
+    untouched,
+)
 from cputrain.layers.residual import dropout_rate
 from cputrain.ops.embeddings import embed
 
@@ -61,9 +70,9 @@ class PendingRows:
         return sum(parts[1:], parts[0])
 
     def __add__(self, other: object) -> object:
-        if isinstance(other, PendingRows) and self.norm is other.norm is None:
-            if len(self.tables) + len(other.tables) <= _MOST_TABLES:
-                return PendingRows(self.tables + other.tables, self.ids + other.ids)
+        both_sums = isinstance(other, PendingRows) and self.norm is other.norm is None
+        if both_sums and len(self.tables) + len(other.tables) <= _MOST_TABLES:
+            return PendingRows(self.tables + other.tables, self.ids + other.ids)
         return self.compute() + (other.compute() if isinstance(other, PendingRows) else other)
 
     def __radd__(self, other: Tensor) -> Tensor:
@@ -77,7 +86,19 @@ class PendingRows:
         def real(x: Any) -> Any:
             return x.compute() if isinstance(x, PendingRows) else x
 
-        return function(*map(real, args), **{name: real(value) for name, value in (kwargs or {}).items()})
+        return function(*tree_map(real, args), **tree_map(real, kwargs or {}))
+
+
+def _computed(name: str) -> Callable:
+    def operator(self: PendingRows, *others: Any) -> Any:
+        return getattr(self.compute(), name)(*(o.compute() if isinstance(o, PendingRows) else o for o in others))
+
+    return operator
+
+
+# Python looks operators up on the class, where __getattr__ isn't asked.
+for _name in ("mul", "rmul", "truediv", "rtruediv", "sub", "rsub", "matmul", "neg", "pow", "getitem", "len", "bool"):
+    setattr(PendingRows, f"__{_name}__", _computed(f"__{_name}__"))
 
 
 def table_forward(self: nn.Embedding, stock: Callable, input: Tensor) -> Any:
@@ -128,6 +149,8 @@ def _obstacle(module: nn.Module) -> str | None:
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     tables, norms, dropouts = _parts(module)
     children = list(module.children())
+    if not all(untouched(child) for child in children):
+        return False
     if len(tables) < 2 or len(norms) != 1 or len(dropouts) > 1 or len(children) != len(tables) + 1 + len(dropouts):
         return False
     if norms[0].weight is None or norms[0].bias is None or len(norms[0].normalized_shape) != 1:

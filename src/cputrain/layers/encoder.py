@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers import self_attention
+from cputrain.layers import heads
 from cputrain.layers.activations import activation_kind
-from cputrain.layers.patch import Patches, first, is_ours, parameter_names, step_aside, tensor_obstacle
+from cputrain.layers.patch import (
+    Patches,
+    first,
+    global_hook_obstacle,
+    outputs_to_record,
+    parameter_names,
+    situation_obstacle,
+    step_aside,
+    tensor_obstacle,
+)
+from cputrain.layers.probe import REFUSALS, quietly, random_rows
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
 
-_TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity)
+# Leaves that work on each token alone. (An empty ParameterDict is what LoRA leaves in a layer without embeddings.)
+_TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ModuleDict, nn.ModuleList)
+
+# The classes of all parts of an encoder when it was last asked whether it can go ragged, and its answer.
+_asked: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], bool]] = weakref.WeakKeyDictionary()
 
 
 def _hook_obstacle(encoder: nn.Module) -> str | None:
@@ -29,28 +44,40 @@ def _hook_obstacle(encoder: nn.Module) -> str | None:
 
 def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
     """Why this call needs the padded form."""
-    config = getattr(encoder, "config", None)
-    for name in ("output_hidden_states", "output_attentions"):
-        if options.get(name) or getattr(config, name, False):
-            return f"{name} was asked for"
+    recorded = {name for name in ("hidden_states", "attentions") if options.get(f"output_{name}")}
+    recorded |= outputs_to_record(encoder)
+    if recorded:
+        return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for"
     if args or options.get("encoder_hidden_states") is not None or options.get("past_key_values") is not None:
         return "a cache or cross-attention is in use"
-    return first(tensor_obstacle(hidden_states), _hook_obstacle(encoder))
+    if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
+        return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
+    return first(
+        tensor_obstacle(hidden_states),
+        global_hook_obstacle(),
+        _hook_obstacle(encoder),
+        None if can_go_ragged(encoder) else "its parts have changed, and it can't do without padding any more",
+    )
 
 
 def ragged_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
-    padding = attention_mask if isinstance(attention_mask, PaddingMask) else None
-    if padding is None or padding.real is None:
-        return stock(hidden_states, attention_mask, *args, **kwargs)
-    reason = _dense_obstacle(self, hidden_states, args, kwargs)
+    reason: str | None = None
+    if isinstance(attention_mask, PaddingMask):
+        if attention_mask.real is not None:
+            reason = _dense_obstacle(self, hidden_states, args, kwargs)
+            if reason is None:
+                ragged = attention_mask.ragged
+                out = stock(gather(hidden_states, ragged), ragged, **kwargs)
+                heads.note_encoded(attention_mask)
+                return _with_dense_hidden(out, ragged, attention_mask)
+    elif attention_mask is not None:
+        reason = situation_obstacle() or "its mask is not a plain one of (batch, length)"
     if reason is not None:
         step_aside(self, reason)
-        return stock(hidden_states, attention_mask, *args, **kwargs)
-    ragged = padding.ragged
-    out = stock(gather(hidden_states, ragged), ragged, **kwargs)
-    return _with_dense_hidden(out, ragged, padding)
+    heads.note_encoded(None)
+    return stock(hidden_states, attention_mask, *args, **kwargs)
 
 
 def _with_dense_hidden(out: Any, ragged: RaggedTokens, padding: PaddingMask) -> Any:
@@ -62,73 +89,59 @@ def _with_dense_hidden(out: Any, ragged: RaggedTokens, padding: PaddingMask) -> 
     return out
 
 
+def can_go_ragged(encoder: nn.Module) -> bool:
+    """Whether it gives the same without padding: asked when it is taken over, and again when parts have changed."""
+    kinds = tuple(type(part) for part in encoder.modules())
+    known = _asked.get(encoder)
+    if known is None or known[0] != kinds:
+        known = _asked[encoder] = (kinds, _is_token_wise(encoder) and _ragged_agrees(encoder))
+    return known[1]
+
+
 def _is_token_wise(encoder: nn.Module) -> bool:
     """Whether every leaf of the encoder works on each token alone (attention itself has no leaf of its own)."""
-    leaves = [part for part in encoder.modules() if not list(part.children()) and list(part.parameters(recurse=False))]
-    others = [part for part in encoder.modules() if not list(part.children()) and part not in leaves]
-    fine = all(type(part) in _TOKEN_WISE for part in leaves)
-    return fine and all(type(part) in _TOKEN_WISE or activation_kind(part) is not None for part in others)
+    leaves = [part for part in encoder.modules() if not list(part.children())]
+    return all(type(part) in _TOKEN_WISE or activation_kind(part) is not None for part in leaves)
 
 
 def _first_tensor(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-def _probe(encoder: nn.Module, width: int) -> bool:
+def _ragged_agrees(encoder: nn.Module) -> bool:
     """Whether two sequences in one ragged row give what each gives alone."""
-    modes = [(part, part.training) for part in encoder.modules()]
-    try:
-        for part, _ in modes:
-            part.training = False
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(20240301)
-            x = torch.randn(2, 5, width)
-            real = torch.arange(5) < torch.tensor([[5], [3]])
-            padding = PaddingMask(2, 5, real, False, lambda: None)
-            stock = type(encoder).forward.__get__(encoder)
+    stock = type(encoder).forward.__get__(encoder)
+    real = torch.arange(5) < torch.tensor([[5], [3]])
+    padding = PaddingMask(2, 5, real, False, lambda: None)
+    with quietly(encoder):
+        try:
+            x = random_rows(2, 5, _input_width(encoder))
             rows = _first_tensor(stock(gather(x, padding.ragged), padding.ragged))
-            alone = [_first_tensor(stock(x[i : i + 1, :n], None)) for i, n in enumerate((5, 3))]
-            expected = torch.cat(alone, dim=1)
+            expected = torch.cat([_first_tensor(stock(x[i : i + 1, :n], None)) for i, n in enumerate((5, 3))], dim=1)
             return rows.shape == expected.shape and torch.allclose(rows, expected, rtol=1e-3, atol=1e-4)
-    except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
-        return False
-    finally:
-        for part, mode in modes:
-            part.training = mode
+        except REFUSALS:
+            return False
 
 
-def _attentions(encoder: nn.Module) -> list[nn.Module]:
-    return [
-        p for p in encoder.modules() if is_ours(p.__dict__.get("forward")) and self_attention._triple(p) is not None
-    ]
+def _input_width(encoder: nn.Module) -> int:
+    """A projection before the layers (ALBERT) comes first among the linear layers."""
+    return next(part.in_features for part in encoder.modules() if isinstance(part, nn.Linear))
 
 
 def looks_like_encoder(module: nn.Module) -> bool:
-    """Takes hidden states and a mask, holds the layers in a list; whether it may go ragged is `take_over`'s question."""
+    """Takes hidden states and a mask, holds the layers in a list; `take_over` asks whether it may go ragged."""
     if not any(isinstance(child, nn.ModuleList) for child in module.children()):
         return False
     return parameter_names(type(module).forward)[:2] == ["hidden_states", "attention_mask"]
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
-    """To be called when the self-attentions inside have been taken over."""
-    attentions = _attentions(module)
-    if not attentions:
-        patches.leave(name, module, "padding stays: its attention was not recognised")
-        return False
+    """To be called when attention goes through our function."""
     if not _is_token_wise(module):
         patches.leave(name, module, "padding stays: a part of it may look at more than one token")
         return False
-    width = _input_width(module, attentions[0])
-    if not _probe(module, width):
-        patches.leave(name, module, "padding stays: it gave another result without padding")
+    if not can_go_ragged(module):
+        patches.leave(name, module, "padding stays: it doesn't give the same without padding")
         return False
     patches.bind(name, module, "forward", ragged_forward, "padding dropped between embeddings and head")
     return True
-
-
-def _input_width(encoder: nn.Module, attention: nn.Module) -> int:
-    for part in encoder.modules():  # a projection before the layers (ALBERT) comes first
-        if type(part) is nn.Linear:
-            return part.in_features
-    raise AssertionError("an encoder with attention has linear layers")

@@ -39,10 +39,10 @@ def _activation_obstacle(module: nn.Module) -> str | None:
 
 def _intermediate_obstacle(module: nn.Module, x: Tensor) -> str | None:
     return first(
-        tensor_obstacle(x, module.dense.weight),
-        global_hook_obstacle(),
         module_obstacle(module.dense, nn.Linear),
         _activation_obstacle(module.intermediate_act_fn),
+        global_hook_obstacle(),
+        tensor_obstacle(x, module.dense.weight),
     )
 
 
@@ -70,10 +70,10 @@ def _is_intermediate(module: nn.Module) -> bool:
 
 def _chunk_obstacle(layer: nn.Module, x: Tensor) -> str | None:
     return first(
-        _intermediate_obstacle(layer.intermediate, x),
-        residual.obstacle(layer.output, x, x),
         module_obstacle(layer.intermediate),
         module_obstacle(layer.output),
+        _intermediate_obstacle(layer.intermediate, x),
+        residual.obstacle(layer.output, x, x),
     )
 
 

@@ -27,7 +27,7 @@ def dropout_forward(self: nn.Dropout, stock: Callable, input: Tensor) -> Tensor:
 
 
 def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Tensor:
-    if len(self.normalized_shape) != 1 or input.numel() < WORTHWHILE:
+    if input.numel() < WORTHWHILE or input.shape[-1:] != self.normalized_shape:
         return stock(input)
     reason = tensor_obstacle(input, self.weight, self.bias)
     if reason is not None:

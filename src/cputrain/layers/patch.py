@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import inspect
 import logging
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -48,6 +49,7 @@ class Patches:
 
     def bind(self, name: str, module: nn.Module, method: str, fused: Callable, what: str, block: bool = False) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
+        assert untouched(module, method), "whoever put a method on the instance would be bypassed"
         self.set(name, module, method, types.MethodType(_wrapper(fused, type(module), method), module), what)
         self.replaced[-1].block = block
 
@@ -76,11 +78,17 @@ class Patches:
 def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
     """A function with the name and signature of `owner.method`; deepcopy rebinds it to the copy."""
     stock = getattr(owner, method)
+    expected = [p for p in inspect.signature(fused).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
+    names = parameter_names(stock)[: len(expected)]
 
     @functools.wraps(stock)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_compiling():  # the compiler can't look into native calls, and fuses by itself
+            setattr(self, STEPPED_ASIDE, "torch.compile took it over")
             return stock(self, *args, **kwargs)
+        self.__dict__.pop(STEPPED_ASIDE, None)
+        if kwargs:  # models name their inputs as they like, and their callers use the names
+            args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
         return fused(self, functools.partial(stock, self), *args, **kwargs)
 
     forward.cputrain = True  # type: ignore[attr-defined]
@@ -92,28 +100,48 @@ def is_ours(method: Any) -> bool:
 
 
 def step_aside(module: nn.Module, reason: str) -> None:
-    """Notes, and logs the first time, that a patched module runs stock's method."""
-    if module.__dict__.get(STEPPED_ASIDE) != reason:
-        module.__dict__[STEPPED_ASIDE] = reason
-        logger.info("%s runs as stock: %s", type(module).__name__, reason)
+    """Notes why stock's method runs in this call instead of the patched one; each reason is logged once."""
+    module.__dict__[STEPPED_ASIDE] = reason
+    _log_once(type(module).__name__, reason)
+
+
+@functools.lru_cache(maxsize=1024)
+def _log_once(kind: str, reason: str) -> None:
+    logger.info("%s runs as stock: %s", kind, reason)
+
+
+def situation_obstacle() -> str | None:
+    """Why the kernels can't run now, whatever the tensors."""
+    return "autocast is on" if torch.is_autocast_enabled("cpu") else transform_obstacle()
+
+
+def transform_obstacle() -> str | None:
+    """Who watches or transforms every operator now, and would not see ours."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return "inside a function transform (torch.func)"
+    if torch.autograd.forward_ad._current_level >= 0:
+        return "forward-mode differentiation is on"
+    if torch.jit.is_tracing():
+        return "it is being traced (torch.jit)"
+    if torch._C._len_torch_dispatch_stack():
+        return "a dispatch mode watches every operator"
+    return None
 
 
 def tensor_obstacle(*tensors: Tensor | None) -> str | None:
     """Why the kernels can't take these tensors now, or None."""
-    if torch.is_autocast_enabled("cpu"):
-        return "autocast is on"
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "inside a function transform (torch.func)"
     for tensor in tensors:
         if tensor is None:
             continue
+        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+            return f"a tensor is a {type(tensor).__name__}"
         if tensor.dtype is not torch.float32:
             return f"a tensor is {str(tensor.dtype).removeprefix('torch.')}, not float32"
         if not tensor.is_cpu:
             return f"a tensor is on {tensor.device}"
-        if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-            return f"a tensor is a {type(tensor).__name__}"
-    return None
+        if tensor.layout is not torch.strided:
+            return f"a tensor is {str(tensor.layout).removeprefix('torch.')}"
+    return situation_obstacle()
 
 
 def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
@@ -122,16 +150,29 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
         return f"a part is {type(module).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}"
     if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
         return f"{type(module).__name__} has a hook"
-    rebound = module.__dict__.get("forward")
-    if rebound is not None and not is_ours(rebound):
+    if not is_ours(module.__dict__.get("forward")) and not untouched(module):
         return f"the forward of {type(module).__name__} was replaced"
     return None
+
+
+def untouched(module: nn.Module, method: str = "forward") -> bool:
+    """Whether `module.method` is its class's own: a method that somebody else put on the instance is never replaced."""
+    found = module.__dict__.get(method)
+    return found is None or getattr(found, "__func__", None) is getattr(type(module), method)
 
 
 def global_hook_obstacle() -> str | None:
     if module_hooks._has_any_global_hook():
         return "a global module hook is registered"
     return None
+
+
+def outputs_to_record(module: nn.Module) -> set[str]:
+    """What the caller wants recorded inside the model besides its result: "hidden_states", "attentions" …"""
+    config = getattr(module, "config", None)
+    asked = {name for name in ("hidden_states", "attentions") if getattr(config, f"output_{name}", False)}
+    collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
+    return asked if collector is None else asked | set(collector.get() or ())
 
 
 def first(*obstacles: str | None) -> str | None:

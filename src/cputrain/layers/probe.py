@@ -6,6 +6,7 @@ would compute. Dropout layers stand in as a fixed pattern of factors, so that th
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -41,23 +42,29 @@ def _likeness(module: nn.Module) -> object:
     return type(module), tuple(settings), tuple(shapes), children
 
 
+# What a module raises that wants other inputs than its structure suggests: not what we took it for.
+REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError)
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
 @contextmanager
-def _probing(module: nn.Module) -> Iterator[None]:
-    modes = [(part, part.training) for part in module.modules()]
-    hooks = []
+def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
+    """Within it `module` can be run without a trace: no gradients, users' hooks asleep, random numbers put back."""
+    before = [(part, part.training, {name: getattr(part, name) for name in _HOOKS}) for part in module.modules()]
     try:
-        for part, _ in modes:
-            part.training = False
-            if isinstance(part, nn.Dropout):
-                hooks.append(part.register_forward_hook(lambda dropout, _, y: pattern(y)))
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.manual_seed(20240229)
+        for part, _, hooks in before:
+            part.training = training
+            part.__dict__.update({name: OrderedDict() for name in hooks})
+        with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             yield
     finally:
-        for hook in hooks:
-            hook.remove()
-        for part, mode in modes:
+        for part, mode, hooks in before:
             part.training = mode
+            part.__dict__.update(hooks)
+
+
+def random_rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(20240229), dtype=torch.float32, device="cpu")
 
 
 def agrees(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
@@ -72,13 +79,17 @@ def agrees(module: nn.Module, stock: Callable[..., object], formula: Callable[..
 
 
 def _ask(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
-    with _probing(module):
-        inputs = [torch.randn(2, 3, width) for width in widths]
+    with quietly(module):
+        for part in module.modules():
+            if isinstance(part, nn.Dropout):
+                part.register_forward_hook(lambda dropout, _, y: pattern(y))
+        inputs = random_rows(len(widths), 2, 3, max(widths)).unbind()
+        inputs = [x[..., :width] for x, width in zip(inputs, widths, strict=True)]
         try:
             ours = formula(*inputs)
             theirs = stock(*inputs)
-        except (RuntimeError, TypeError, ValueError, AttributeError, IndexError, KeyError):
-            return False  # it wants other inputs than the structure suggests: not what we took it for
+        except REFUSALS:
+            return False
         theirs = theirs[0] if isinstance(theirs, tuple) else theirs
         return (
             isinstance(theirs, Tensor)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from cputrain.layers import embeddings, encoder, feed_forward, leaves, probe, residual, self_attention, span_head
-from cputrain.layers.patch import Patches, is_ours
+from cputrain.layers import embeddings, encoder, feed_forward, heads, leaves, probe, residual, self_attention
+from cputrain.layers.patch import Patches, is_ours, untouched
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
@@ -14,28 +14,29 @@ _PIECES = (embeddings, self_attention, feed_forward, residual)
 
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:
     """Fused blocks first, single layers where no block has claimed them."""
-    modules = [(name, module) for name, module in model.named_modules() if not is_ours(module.__dict__.get("forward"))]
+    modules = [(name, module) for name, module in model.named_modules() if untouched(module)]
     with probe.remembering():
         for name, module in modules:
-            any(piece.take_over(name, module, patches) for piece in _PIECES)
+            if untouched(module):  # not yet claimed as a part of its parent
+                any(piece.take_over(name, module, patches) for piece in _PIECES)
     for name, module in modules:
-        if "forward" not in module.__dict__:
+        if untouched(module):
             leaves.take_over(name, module, patches)
+    for name, module in model.named_modules():
+        if not untouched(module) and not is_ours(module.__dict__.get("forward")):
+            patches.leave(name, module, "its forward was replaced on the instance")
 
 
-def take_over_encoders(model: nn.Module, patches: Patches) -> list[nn.Module]:
-    """The outermost encoders whose padding can be dropped; pieces must have been taken over before."""
+def take_over_encoders(model: nn.Module, patches: Patches) -> bool:
+    """The outermost encoders whose padding can be dropped, and their heads; attention must have been taken over."""
     taken: list[nn.Module] = []
+    others: list[nn.Module] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in inside or not encoder.looks_like_encoder(module):
+        if id(module) in inside or not untouched(module) or not encoder.looks_like_encoder(module):
             continue
-        if encoder.take_over(name, module, patches):
-            taken.append(module)
+        (taken if encoder.take_over(name, module, patches) else others).append(module)
         inside.update(id(part) for part in module.modules())
-    return taken
-
-
-def take_over_span_heads(model: nn.Module, patches: Patches) -> None:
-    for name, module in model.named_modules():
-        span_head.take_over(name, module, patches)
+    heads.take_over_spans(model, patches)
+    heads.take_over_tokens(model, taken, others, patches)
+    return bool(taken)

@@ -15,12 +15,24 @@ from cputrain.ops.residual_block import residual_block
 def obstacle(block: nn.Module, x: Tensor, residual: Tensor) -> str | None:
     """Why the fused block can't stand in for this one now."""
     return first(
-        tensor_obstacle(x, residual, block.dense.weight, block.LayerNorm.weight),
-        global_hook_obstacle(),
         module_obstacle(block.dense, nn.Linear),
         module_obstacle(block.dropout, nn.Dropout),
         module_obstacle(block.LayerNorm, nn.LayerNorm),
+        global_hook_obstacle(),
+        tensor_obstacle(x, residual, block.dense.weight, block.LayerNorm.weight),
+        norm_obstacle(block.dense, block.LayerNorm),
+        None if x.shape[:-1] == residual.shape[:-1] else "input and residual differ in shape",
+        None if residual.shape[-1:] == block.LayerNorm.normalized_shape else "the residual has another width",
     )
+
+
+def norm_obstacle(dense: nn.Linear, norm: nn.LayerNorm) -> str | None:
+    """The kernels check no sizes: what doesn't fit is stock's to complain about."""
+    sizes = [dense.weight.shape[:1], norm.normalized_shape]
+    sizes += [p.shape for p in (dense.bias, norm.weight, norm.bias) if p is not None]
+    if norm.weight is None or norm.bias is None:
+        return "its LayerNorm has no weight or bias"
+    return None if all(size == sizes[0] for size in sizes) else "its linear layer and LayerNorm differ in size"
 
 
 def dropout_rate(dropout: nn.Module) -> float:

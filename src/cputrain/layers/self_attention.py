@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from cputrain.layers import attention as registry
@@ -18,11 +17,12 @@ from cputrain.layers.patch import (
     first,
     global_hook_obstacle,
     module_obstacle,
+    outputs_to_record,
     parameter_names,
     step_aside,
     tensor_obstacle,
 )
-from cputrain.layers.probe import agrees, pattern
+from cputrain.layers.probe import agrees, pattern, quietly, random_rows
 from cputrain.layers.residual import dropout_rate
 from cputrain.ops.attention import packed_attention
 from cputrain.ops.linear import flat, joined_linear
@@ -52,39 +52,39 @@ def _ends_in_norm(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("dense", "output_dropout", "LayerNorm"))
 
 
-def _attention_rate(module: nn.Module) -> float:
-    if not module.training:
-        return 0.0
+def _attention_rate(module: nn.Module) -> float | None:
+    """The rate of the dropout on the attention weights, or None if the module keeps it under an unknown name."""
     for name in ("attention_dropout", "dropout"):
         found = getattr(module, name, None)
-        if isinstance(found, nn.Dropout):
-            return found.p
-        if isinstance(found, float):
-            return found
-    return 0.0
+        rate = found.p if isinstance(found, nn.Dropout) else found
+        if isinstance(rate, (int, float)):
+            return rate if module.training else 0.0
+    return None
 
 
 def _head_size(module: nn.Module) -> int:
     return getattr(module, "attention_head_size", None) or module.head_dim
 
 
-def _obstacle(module: nn.Module, x: Tensor, past_key_values: object, options: dict[str, Any]) -> str | None:
+def _obstacle(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
     triple = _triple(module)
-    if triple is None:
+    if triple is None or _attention_rate(module) is None:
         return "its parts have changed"
-    if past_key_values is not None:
-        return "a cache is in use"
-    if any(options.get(name) for name in ("output_attentions", "encoder_hidden_states")) or "position_bias" in options:
-        return "attention weights or cross-attention were asked for"
-    if options.get("encoder_hidden_states") is not None:
-        return "cross-attention"
+    if args or x.dim() != 3:
+        return "it was called with more than hidden states and a mask"
     return first(
         tensor_obstacle(x, *(part.weight for part in triple if isinstance(part, nn.Linear))),
+        registry.asked_for(options),
+        "attention weights were asked for" if "attentions" in outputs_to_record(module) else None,
         global_hook_obstacle(),
         *(module_obstacle(part, nn.Linear) for part in triple),
+        None if _alike(triple) else "query, key and value differ in shape or bias",
         *(_norm_ending_obstacles(module) if _ends_in_norm(module) else ()),
-        "weights were asked for" if getattr(getattr(module, "config", None), "output_attentions", False) else None,
     )
+
+
+def _alike(triple: list[nn.Module]) -> bool:
+    return len({part.weight.shape for part in triple}) == 1 and len({part.bias is None for part in triple}) == 1
 
 
 def _norm_ending_obstacles(module: nn.Module) -> list[str | None]:
@@ -98,15 +98,15 @@ def _norm_ending_obstacles(module: nn.Module) -> list[str | None]:
 def fused_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    past = kwargs.get("past_key_values")
-    reason = _obstacle(self, hidden_states, past, kwargs) or ("extra positional arguments" if args else None)
+    reason = _obstacle(self, hidden_states, args, kwargs)
     where = None
     if reason is None:
         batch, length = hidden_states.shape[:2]
-        where = registry.sequences_of(attention_mask, self, batch, length, kwargs.get("is_causal"))
+        stock_name = registry.stock_name(self.config._attn_implementation)
+        where = registry.sequences_of(attention_mask, self, batch, length, kwargs.get("is_causal"), stock_name)
         reason = None if where is not None else "the mask is not plain"
-    if reason is not None:
-        step_aside(self, reason)
+    if where is None:
+        step_aside(self, str(reason))
         return stock(hidden_states, attention_mask, *args, **kwargs)
     sequences, causal = where
     triple = _triple(self)
@@ -158,12 +158,23 @@ def is_self_attention(module: nn.Module) -> bool:
         return False
     if not hasattr(module, "config") or not (hasattr(module, "attention_head_size") or hasattr(module, "head_dim")):
         return False
-    if len({part.weight.shape for part in triple}) != 1 or len({part.bias is None for part in triple}) != 1:
+    if not _alike(triple):
         return False  # grouped heads: the registered attention function serves them
     if not registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD:
         return False
-    with torch.no_grad():
-        return agrees(module, type(module).forward.__get__(module), _formula(module), triple[0].in_features)
+    stock = type(module).forward.__get__(module)
+    return agrees(module, stock, _formula(module), triple[0].in_features) and _rate_is_known(module, stock)
+
+
+def _rate_is_known(module: nn.Module, stock: Callable) -> bool:
+    """Whether the rate that the module gives the attention function is the one that we read from it."""
+    token = registry.rates_seen.set([])
+    try:
+        with quietly(module, training=True):
+            stock(random_rows(2, 3, _triple(module)[0].in_features))  # type: ignore[index]
+            return registry.rates_seen.get() == [_attention_rate(module)]
+    finally:
+        registry.rates_seen.reset(token)
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:

@@ -1,0 +1,117 @@
+"""What stands behind an encoder: linear layers that give each token its logits.
+
+They work on the real tokens only, too. Token logits at padded positions are 0. Span logits (`qa_outputs`) there can't
+win: stock takes the softmax over padded positions, so that padding leaks into loss and gradients; with the lowest
+finite value both are those of the sequences alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.layers.attention_config import is_transformers_model
+from cputrain.layers.patch import Patches, parameter_names, transform_obstacle, untouched
+from cputrain.padding import PaddingMask, gather, scatter
+
+
+@dataclass
+class _Call:
+    """One call of a model: the mask that it was given, and the padding that its encoder has dropped."""
+
+    mask: Any
+    encoded: int = 0
+    dropped: PaddingMask | None = None
+
+    def padding(self) -> PaddingMask | None:
+        """The padding of this call, dropped or not."""
+        if self.dropped is not None or not isinstance(self.mask, Tensor) or self.mask.dim() != 2:
+            return self.dropped
+        real = self.mask != 0
+        batch, length = real.shape
+        return None if bool(real.all()) else PaddingMask(batch, length, real, False, lambda: None)
+
+
+_call: ContextVar[_Call | None] = ContextVar("cputrain_model_call", default=None)
+
+
+def note_encoded(dropped: PaddingMask | None) -> None:
+    """Tells the heads around an encoder what it dropped; after a second batch they can't tell which is whose."""
+    call = _call.get()
+    if call is not None:
+        call.encoded += 1
+        call.dropped = dropped if call.encoded == 1 else None
+
+
+def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip(parameter_names(type(self).forward), args, strict=False)) if args else {}
+    token = _call.set(_Call(given.get("attention_mask", kwargs.get("attention_mask"))))
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        _call.reset(token)
+
+
+def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
+    call = _call.get()
+    return _on_real_tokens(stock, input, None if call is None else call.dropped, lambda dtype: 0.0)
+
+
+def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    call = _call.get()
+    if len(args) != 1 or kwargs or call is None or transform_obstacle() is not None:
+        return stock(*args, **kwargs)
+    return _on_real_tokens(stock, args[0], call.padding(), lambda dtype: torch.finfo(dtype).min)
+
+
+def _on_real_tokens(
+    stock: Callable, x: Tensor, padding: PaddingMask | None, fill: Callable[[torch.dtype], float]
+) -> Tensor:
+    if padding is None or x.dim() != 3 or x.shape[:2] != (padding.batch, padding.length):
+        return stock(x)
+    rows = stock(gather(x, padding.ragged))
+    return scatter(rows, padding.ragged, padding.batch, padding.length, fill(rows.dtype))
+
+
+def take_over_spans(model: nn.Module, patches: Patches) -> None:
+    for name, module in model.named_modules():
+        head = module._modules.get("qa_outputs")
+        if head is None or "attention_mask" not in parameter_names(type(module).forward):
+            continue
+        if not (untouched(module) and untouched(head)):
+            patches.leave(name, module, "span logits of padded positions stay: a forward was replaced on the instance")
+            continue
+        patches.bind(name, module, "forward", model_forward, "hands its mask to the span head")
+        patches.bind(_join(name, "qa_outputs"), head, "forward", span_head_forward, _SPAN)
+
+
+_SPAN = "real tokens only; padded positions get the lowest span logit"
+_TOKEN = "real tokens only, where it gets a row for each; 0 at padded positions"
+
+
+def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[nn.Module], patches: Patches) -> None:
+    """The linear layers around the encoder, in each model with just one (`others` couldn't drop their padding)."""
+    done: set[nn.Module] = set()
+    for name, module in model.named_modules():
+        if module in done or not is_transformers_model(module) or not untouched(module):
+            continue
+        parts = set(module.modules())
+        inside = parts.intersection(encoders)
+        if len(inside) != 1 or parts.intersection(others) or "attention_mask" not in parameter_names(module.forward):
+            continue
+        done |= parts
+        encoded = set(inside.pop().modules())
+        heads = [(n, p) for n, p in module.named_modules() if type(p) is nn.Linear and p not in encoded]
+        patches.bind(name, module, "forward", model_forward, "hands the dropped padding to its heads")
+        for part_name, part in heads:
+            if untouched(part):
+                patches.bind(_join(name, part_name), part, "forward", token_head_forward, _TOKEN)
+
+
+def _join(*names: str) -> str:
+    return ".".join(name for name in names if name)
