@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype) * 0.1) for shape in SHAPES]
 
 
-@lru_cache(maxsize=None)
+@cache
 def gradients(step: int) -> list[Tensor]:
     """The same float32 numbers for every run: magnitudes from 1e-6 to 10, and rows of zeros."""
     generator = torch.Generator().manual_seed(1000 + step)
@@ -39,7 +39,9 @@ def give_gradients(step: int, group: list[nn.Parameter]) -> None:
         parameter.grad = grad.to(parameter.dtype, copy=True)
 
 
-def run(kind: type[Optimizer], options: dict[str, Any], steps: int, dtype: torch.dtype, ours: bool) -> list[nn.Parameter]:
+def run(
+    kind: type[Optimizer], options: dict[str, Any], steps: int, dtype: torch.dtype, ours: bool
+) -> list[nn.Parameter]:
     """The parameters after that many steps."""
     group = parameters(dtype)
     optimizer = kind(group, **options)
@@ -61,7 +63,9 @@ def assert_no_worse_than_stock(kind: type[Optimizer], steps: int = 8, **options:
         exact = run(kind, options, steps, torch.float64, ours=False)
         _references[key] = exact, run(kind, options, steps, torch.float32, ours=False)
     fused = run(kind, options, steps, torch.float32, ours=True)
-    exact, stock, ours = (torch.cat([p.detach().double().flatten() for p in each]) for each in (*_references[key], fused))
+    exact, stock, ours = (
+        torch.cat([p.detach().double().flatten() for p in each]) for each in (*_references[key], fused)
+    )
     for order in (2, torch.inf):
         allowed = 2 * (stock - exact).norm(order) + 1e-9
         assert (ours - exact).norm(order) <= allowed, f"norm of order {order}"
