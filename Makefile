@@ -21,6 +21,7 @@ install: $(INSTALLED) ## create .venv, with cputrain (editable) and all that dev
 
 # --no-build-isolation: the build uses .venv's own tools, and needs neither a second download nor torch.
 $(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("cputrain needs Python 3.10 or later, found %d.%d: set PYTHON=python3.x" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) install --quiet -c constraints.txt "scikit-build-core>=0.11" cmake ninja
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[hf,dev]"
