@@ -123,6 +123,78 @@ def post_norm() -> Iterator[Case]:
             )
 
 
+# Parameters of a BERT model with that many layers and hidden size: 22 and 110 million elements.
+MODELS = {"22M": (6, 384), "110M": (12, 768)}
+
+
+def _bert_parameters(layers: int, hidden: int) -> list:
+    import torch
+
+    block = (
+        [(hidden, hidden), (hidden,)] * 4
+        + [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden)]
+        + [(hidden,)] * 5
+    )
+    shapes = [(30522, hidden), (512, hidden), *block * layers]
+    return [torch.nn.Parameter(torch.randn(shape) * 0.02) for shape in shapes]
+
+
+def _optimizer_case(name: str, kind, floats_moved: int, layers: int, hidden: int, **options) -> Case:
+    """Ours and stock's step on parameters of their own and the same gradients."""
+    import torch
+
+    from cputrain.optimizers import take_over
+
+    optimizers = []
+    grads = [torch.randn_like(parameter) * 1e-3 for parameter in _bert_parameters(layers, hidden)]
+    for _ in range(2):
+        parameters = _bert_parameters(layers, hidden)
+        for parameter, grad in zip(parameters, grads, strict=True):
+            parameter.grad = grad
+        optimizers.append(kind(parameters, lr=1e-5, **options))
+    take_over(optimizers[0])
+    size = sum(grad.nbytes for grad in grads)
+    return Case(name, optimizers[0].step, optimizers[1].step, bytes_moved=floats_moved * size)
+
+
+@kernel
+def optimizers() -> Iterator[Case]:
+    """AdamW reads four numbers per element and writes three, SGD with momentum three and two; the twin is stock's step."""
+    import torch
+
+    for size, (layers, hidden) in MODELS.items():
+        yield _optimizer_case(f"adamw {size}", torch.optim.AdamW, 7, layers, hidden)
+        yield _optimizer_case(f"sgd momentum {size}", torch.optim.SGD, 5, layers, hidden, momentum=0.9)
+
+
+@kernel
+def clip_grad_norm() -> Iterator[Case]:
+    """The norm alone, and with the scaling that a large norm brings (the bound shrinks each time, so that it does)."""
+    import torch
+
+    from cputrain.optimizers.clipping import clip_grad_norm_
+
+    stock = torch.nn.utils.clip_grad_norm_
+    for size, (layers, hidden) in MODELS.items():
+        parameters = _bert_parameters(layers, hidden)
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        moved = sum(parameter.nbytes for parameter in parameters)
+        yield Case(
+            f"clip_grad_norm {size}, below the bound",
+            lambda p=parameters: clip_grad_norm_(p, 1e9),
+            lambda p=parameters: stock(p, 1e9),
+            bytes_moved=moved,
+        )
+        bound = (1e4 * 0.9999**turn for turn in range(10**9))
+        yield Case(
+            f"clip_grad_norm {size}, above it",
+            lambda p=parameters, b=bound: clip_grad_norm_(p, next(b)),
+            lambda p=parameters, b=bound: stock(p, next(b)),
+            bytes_moved=3 * moved,
+        )
+
+
 def copy_limit(bytes_moved: float) -> Callable[[], object]:
     """A copy that reads and writes as many bytes in all, so that as much of it fits the caches."""
     import torch
@@ -224,7 +296,9 @@ def main() -> None:
     if settings.json:
         print(json.dumps(results, indent=1))
     elif results:
-        print(f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n")
+        print(
+            f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n"
+        )
         print(table([printed(result) for result in results]))
     else:
         raise SystemExit(f"no kernel's name contains {settings.only!r}")
