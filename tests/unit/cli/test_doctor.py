@@ -92,10 +92,11 @@ def test_version_and_help() -> None:
 
 def test_an_error_of_a_library_keeps_its_traceback() -> None:
     code = (
-        "import json, sys, cputrain.cli as cli\n"
-        "@cli.app.command()\n"
-        "def broken(): json.loads('{')\n"
-        "sys.argv = ['cputrain', 'broken']; cli.main()"
+        "import json, sys\n"
+        "from cputrain import cli\n"
+        "from cputrain.cli import doctor\n"
+        "doctor.examine = lambda: json.loads('{')\n"
+        "sys.argv = ['cputrain', 'doctor']; cli.main()"
     )
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert answer.returncode == 1
