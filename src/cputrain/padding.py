@@ -39,17 +39,6 @@ class PaddingMask:
         lengths = self.real.sum(1)
         return RaggedTokens(Sequences.from_lengths(lengths), self.causal, self.real.flatten().nonzero().squeeze(1))
 
-    @cached_property
-    def dense_sequences(self) -> Sequences | None:
-        """Where the sequences lie in the padded batch, if each begins its row; else None."""
-        if self.real is None:
-            return Sequences.dense(self.batch, self.length)
-        lengths = self.real.sum(1)
-        begins_its_row = torch.arange(self.length) < lengths[:, None]
-        if not torch.equal(begins_its_row, self.real):
-            return None
-        return Sequences(torch.arange(self.batch) * self.length, lengths, self.batch * self.length)
-
 
 @dataclass(eq=False)
 class RaggedTokens:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import tensor_obstacle, transform_obstacle
+from cputrain.layers.patch import outputs_to_record, tensor_obstacle, transform_obstacle
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens
 
@@ -56,7 +56,7 @@ def sequences_of(
     if isinstance(mask, RaggedTokens):
         return mask.sequences, mask.causal
     if isinstance(mask, PaddingMask):
-        return None if mask.dense_sequences is None else (mask.dense_sequences, mask.causal)
+        return (Sequences.dense(batch, length), mask.causal) if mask.real is None else None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         return Sequences.dense(batch, length), stock != "eager" and bool(causal)  # eager is causal by its mask only
@@ -71,8 +71,10 @@ def asked_for(options: dict[str, Any]) -> str | None:
     return f"it was called with {', '.join(sorted(unknown))}" if unknown else None
 
 
-def obstacle(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> str | None:
+def obstacle(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> str | None:
     """Why stock's attention must run."""
+    if "attentions" in outputs_to_record(module):
+        return "attention weights were asked for"
     if query.shape[2] != key.shape[2]:
         return "queries and keys differ in length (a cache or cross-attention)"
     if not SMALLEST_HEAD <= query.shape[3] <= LARGEST_HEAD or query.shape[3] != value.shape[3]:
@@ -122,7 +124,7 @@ def make_attention(stock: str) -> Callable:
             if (seen := rates_seen.get()) is not None:
                 seen.append(dropout)
             batch, heads, length, size = query.shape
-            if obstacle(query, key, value, options) is None:
+            if obstacle(module, query, key, value, options) is None:
                 where = sequences_of(attention_mask, module, batch, length, is_causal, stock)
         if where is not None:
             sequences, causal = where

@@ -100,7 +100,7 @@ def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Views of the three parts, each (tokens, heads, size)."""
     if qkv.dim() != 2 or qkv.shape[1] % (3 * heads):
         raise ValueError(f"packed attention needs (tokens, 3 · {heads} heads · size), found {tuple(qkv.shape)}")
-    return qkv.view(qkv.shape[0], 3, heads, -1).unbind(1)
+    return qkv.view(qkv.shape[0], 3, heads, qkv.shape[1] // (3 * heads)).unbind(1)
 
 
 def plain(
@@ -152,8 +152,8 @@ def attention_forward(
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd."""
-    new = torch.zeros if sequences.padded else torch.empty
-    out, lse = new(q.shape), new(q.shape[1], sequences.total)
+    new = q.new_zeros if sequences.padded else q.new_empty  # q's dtype, whatever torch's default is
+    out, lse = new(q.shape), new((q.shape[1], sequences.total))
     problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
     native.kernels().attention_forward(ctypes.addressof(problem))
     return out, lse
@@ -220,7 +220,7 @@ class _PackedAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         qkv, out, lse, bias = ctx.saved_tensors
-        dqkv = torch.empty(qkv.shape)
+        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
         dbias = _new_bias_gradient(bias) if ctx.needs_input_grad[1] else None
         sequences, scale, causal, p, key = ctx.settings
         q, k, v = split_packed(qkv, ctx.heads)
@@ -265,7 +265,7 @@ def _unit_stride(x: Tensor | None) -> Tensor | None:
 
 
 def _new_bias_gradient(bias: Tensor) -> Tensor:
-    return torch.zeros(bias.shape)
+    return bias.new_zeros(bias.shape)
 
 
 # The structures of csrc/api.h, field by field.
