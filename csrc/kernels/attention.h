@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cmath>
+#include <utility>
 
 #include "api.h"
 #include "random.h"
@@ -11,12 +12,12 @@
 
 namespace {
 
-// Keys to a tile: a multiple of 32 (the dropout generator's block) and of 12 and 6 (rows of a block
-// product, in which keys are rows for the gradients of keys and values).
-constexpr int64_t kKeyTile = 96;
-// Queries to a tile, a multiple of 12 and 6 again. A tile of scores is then 21 KB: in the backward
-// pass two of them are nearly a first-level cache (32 or 48 KB), and everything else streams from
-// the second.
+// Keys to a tile: a multiple of 32 (the dropout generator's block) and of 12 and 6 (the rows of a
+// block product, in which keys are rows for their gradients). Most text is one tile.
+constexpr int64_t kKeyTile = 192;
+// Queries to a tile, a multiple of 12 and 6 again. A tile of scores is then 40 KB; two of them and
+// the rows that they are made of fit the smallest second-level cache of today's servers (512 KB)
+// many times over, and the products read their columns from the first level.
 constexpr int64_t kQueryTile = 48;
 constexpr int64_t kScoreStride = spread_stride(kKeyTile + 1);
 
@@ -36,6 +37,11 @@ inline int64_t longest(const AttentionProblem& problem) {
   for (int64_t s = 0; s < problem.sequences; s++)
     if (problem.lengths[s] > length) length = problem.lengths[s];
   return length;
+}
+
+// Below about 10 µs of arithmetic, waking the other threads costs more than they save.
+inline bool worth_threads(const AttentionProblem& problem, int64_t max_length) {
+  return problem.sequences * problem.heads * max_length * max_length * problem.size > 1 << 17;
 }
 
 inline float* head_rows(const HeadTensor& x, int64_t token, int64_t head) {
@@ -107,24 +113,48 @@ inline void unpack_rows(const float* from, int64_t from_stride, int64_t rows, in
   }
 }
 
-// kWidth vectors as rows of a square, transposed: squares of 1, 2, 4 … lanes off the diagonal
-// change places.
+// Of a 2s × 2s square, the s × s squares off the diagonal change places, as often as it fits the
+// vectors' lanes.
+template <int s, int... lane>
+inline void exchange(Vec& a, Vec& b, std::integer_sequence<int, lane...>) {
+  const Vec before = a;
+  a = __builtin_shuffle(before, b, VecI{(lane & s ? kWidth + lane - s : lane)...});
+  b = __builtin_shuffle(before, b, VecI{(lane & s ? kWidth + lane : lane + s)...});
+}
+
+// kWidth vectors as the rows of a square, transposed.
+template <int s = 1>
 inline void transpose(Vec* rows) {
-#pragma GCC unroll 4
-  for (int s = 1; s < kWidth; s *= 2) {
-    VecI low, high;
-    for (int lane = 0; lane < kWidth; lane++) {
-      low[lane] = lane & s ? kWidth + lane - s : lane;
-      high[lane] = lane & s ? kWidth + lane : lane + s;
-    }
 #pragma GCC unroll 16
-    for (int i = 0; i < kWidth; i++) {
-      if (i & s) continue;
-      const Vec a = rows[i], b = rows[i + s];
-      rows[i] = __builtin_shuffle(a, b, low);
-      rows[i + s] = __builtin_shuffle(a, b, high);
-    }
-  }
+  for (int i = 0; i < kWidth; i++)
+    if (!(i & s)) exchange<s>(rows[i], rows[i + s], std::make_integer_sequence<int, kWidth>());
+  if constexpr (2 * s < kWidth) transpose<2 * s>(rows);
+}
+
+// A square of `rows` × `columns` (kWidth of both if kWhole) from rows to columns; missing rows are
+// zero.
+template <bool kWhole>
+inline void transpose_square(const float* from, int64_t from_stride, int64_t rows, int64_t columns,
+                             float* to, int64_t to_stride) {
+  Vec square[kWidth];
+#pragma GCC unroll 16
+  for (int r = 0; r < kWidth; r++)
+    square[r] = kWhole     ? load(from + r * from_stride)
+                : r < rows ? load_part(from + r * from_stride, (int)columns)
+                           : Vec{};
+  transpose(square);
+#pragma GCC unroll 16
+  for (int c = 0; c < kWidth; c++)
+    if (kWhole || c < columns) store(to + c * to_stride, square[c]);
+}
+
+inline int64_t transposed_floats(int64_t length, int64_t size) {
+  return round_up(length, kKeyTile) / kKeyTile * size * kScoreStride;
+}
+
+// Where pack_transposed puts the first element of a key.
+inline int64_t transposed_offset(int64_t key, int64_t size) {
+  return key / kKeyTile * size * kScoreStride + key % kKeyTile;
 }
 
 // Copies L × d into tiles of d × kKeyTile, each kScoreStride wide; keys beyond L up to a whole
@@ -132,26 +162,19 @@ inline void transpose(Vec* rows) {
 inline void pack_transposed(const float* from, int64_t from_stride, int64_t length, int64_t size,
                             float* to) {
   for (int64_t first = 0; first < length; first += kWidth) {
-    float* tile = to + first / kKeyTile * size * kScoreStride + first % kKeyTile;
-    for (int r = 0; r < kWidth; r++)
-      prefetch_row<false>(from + (first + kWidth + r) * from_stride, size);
+    float* tile = to + transposed_offset(first, size);
+    const float* rows = from + first * from_stride;
+    for (int r = 0; r < kWidth; r++) prefetch_row<false>(rows + (kWidth + r) * from_stride, size);
     for (int64_t c = 0; c < size; c += kWidth) {
-      const int columns = (int)least(kWidth, size - c);
-      Vec square[kWidth];
-      for (int r = 0; r < kWidth; r++) {
-        const float* row = from + (first + r) * from_stride + c;
-        square[r] = first + r >= length ? Vec{}
-                    : columns == kWidth ? load(row)
-                                        : load_part(row, columns);
-      }
-      transpose(square);
-      for (int r = 0; r < columns; r++) store(tile + (c + r) * kScoreStride, square[r]);
+      const int64_t height = length - first, width = size - c;
+      if (height >= kWidth && width >= kWidth)
+        transpose_square<true>(rows + c, from_stride, kWidth, kWidth, tile + c * kScoreStride,
+                               kScoreStride);
+      else
+        transpose_square<false>(rows + c, from_stride, height, least(width, kWidth),
+                                tile + c * kScoreStride, kScoreStride);
     }
   }
-}
-
-inline int64_t transposed_floats(int64_t length, int64_t size) {
-  return round_up(length, kKeyTile) / kKeyTile * size * kScoreStride;
 }
 
 // Adds the bias (scores are multiplied by log2 e already), and gives masked keys the score

@@ -5,6 +5,8 @@
 // no pass over a whole row is needed):
 //   dV = (P·F)ᵀ dO,  dP = dO Vᵀ,  dS = P·(F·dP - D),  dQ = scale · dS K,  dK = scale · dSᵀ Q.
 // F is 0 or one number, which dO carries from the start: then F is a mask.
+#include <omp.h>
+
 #include "attention.h"
 
 namespace {
@@ -44,12 +46,29 @@ Workspace workspace(float* memory, int64_t length, int64_t size) {
   return work;
 }
 
-float dot(const float* a, const float* b, int64_t size) {
-  Vec total{};
-  int64_t c = 0;
-  for (; c + kWidth <= size; c += kWidth) total += load(a + c) * load(b + c);
-  if (c < size) total += load_part(a + c, (int)(size - c)) * load_part(b + c, (int)(size - c));
-  return sum(total);
+// Lays out dO times dropout's factor, and D on the way.
+void pack_out_grad(const AttentionProblem& problem, const HeadTensor& grad, const Head& head,
+                   const Workspace& work) {
+  const float* out = head_rows(problem.out, head.start, head.number);
+  const float* from = head_rows(grad, head.start, head.number);
+  float* to = work.out_grad;
+  const int tail = (int)(problem.size % kWidth);
+  for (int64_t t = 0; t < head.length; t++) {
+    prefetch_row<false>(out + kRowsAhead * problem.out.token_stride, problem.size);
+    prefetch_row<false>(from + kRowsAhead * grad.token_stride, problem.size);
+    Vec total{};
+    int64_t c = 0;
+    for (; c + kWidth <= problem.size; c += kWidth) {
+      total += load(from + c) * load(out + c);
+      store(to + c, load(from + c) * head.rate.scale);
+    }
+    if (tail) {
+      total += load_part(from + c, tail) * load_part(out + c, tail);
+      store(to + c, load_part(from + c, tail) * head.rate.scale);
+    }
+    work.delta[t] = sum(total);
+    out += problem.out.token_stride, from += grad.token_stride, to += work.stride;
+  }
 }
 
 // A row of scores becomes P·F, a row of dP becomes dS.
@@ -97,14 +116,34 @@ void add_bias_gradient(const Head& head, int64_t first_query, int64_t queries, i
   }
 }
 
-void tile(const AttentionProblem& problem, const Head& head, int64_t first_query, int64_t first_key,
-          int64_t end, const Workspace& work, float* bias_grad, int64_t bias_stride) {
+// What one task computes of a sequence and key/value head: all gradients; or, where there are fewer
+// of those than threads, the gradients of some keys and values, or those of some queries. Scores
+// are then computed twice, but every gradient still has one writer and one order of its sum.
+struct Share {
+  int64_t from_query, to_query, from_key, to_key;
+  bool queries, keys;
+};
+
+Share share_of(int64_t length, int64_t part, int64_t parts) {
+  if (parts == 1) return {0, length, 0, length, true, true};
+  const int64_t piece = part / 2, pieces = parts / 2;
+  const bool queries = part % 2;
+  const int64_t step = queries ? kQueryTile : kDropoutBlock, steps = (length + step - 1) / step;
+  const int64_t from = steps * piece / pieces * step;
+  const int64_t to = least(steps * (piece + 1) / pieces * step, length);
+  return queries ? Share{from, to, 0, length, true, false}
+                 : Share{0, length, from, to, false, true};
+}
+
+void tile(const AttentionProblem& problem, const Head& head, const Share& share,
+          int64_t first_query, int64_t first_key, int64_t keys, const Workspace& work,
+          float* bias_grad, int64_t bias_stride) {
   const int64_t size = problem.size, stride = work.stride, padded = round_up(size, kWidth);
   const int64_t queries = least(kQueryTile, head.length - first_query);
-  const int64_t keys = least(kKeyTile, end - first_key), columns = round_up(keys, kWidth);
-  const int64_t transposed = first_key / kKeyTile * size * kScoreStride;
-  const Tile q{work.queries + first_query * stride, stride},
-      out_grad{work.out_grad + first_query * stride, stride};
+  const int64_t columns = round_up(keys, kWidth);
+  const int64_t transposed = transposed_offset(first_key, size);
+  const Tile q{work.queries + first_query * stride, stride};
+  const Tile out_grad{work.out_grad + first_query * stride, stride};
   const Tile scores{work.scores, kScoreStride}, scores_grad{work.scores_grad, kScoreStride};
 
   tile_product<Form::kPlain, Result::kAssign>(queries, columns, size, q,
@@ -119,58 +158,68 @@ void tile(const AttentionProblem& problem, const Head& head, int64_t first_query
   if (bias_grad)
     add_bias_gradient(head, first_query, queries, first_key, keys, work.scores_grad, bias_grad,
                       bias_stride);
-  tile_product<Form::kTransposed, Result::kAdd>(keys, padded, queries, scores, out_grad,
-                                                work.values_grad + first_key * stride, stride);
-  tile_product<Form::kTransposed, Result::kAdd>(keys, padded, queries, scores_grad, q,
-                                                work.keys_grad + first_key * stride, stride);
-  tile_product<Form::kPlain, Result::kAdd>(queries, padded, keys, scores_grad,
-                                           {work.keys + first_key * stride, stride},
-                                           work.queries_grad + first_query * stride, stride);
+  if (share.keys) {
+    tile_product<Form::kTransposed, Result::kAdd>(keys, padded, queries, scores, out_grad,
+                                                  work.values_grad + first_key * stride, stride);
+    tile_product<Form::kTransposed, Result::kAdd>(keys, padded, queries, scores_grad, q,
+                                                  work.keys_grad + first_key * stride, stride);
+  }
+  if (share.queries)
+    tile_product<Form::kPlain, Result::kAdd>(queries, padded, keys, scores_grad,
+                                             {work.keys + first_key * stride, stride},
+                                             work.queries_grad + first_query * stride, stride);
 }
 
 void query_head(const AttentionProblem& problem, const AttentionGradients& grads, const Head& head,
-                float* bias_grad, const Workspace& work) {
+                const Share& share, float* bias_grad, const Workspace& work) {
   const int64_t size = problem.size, stride = work.stride;
-  const float* out = head_rows(problem.out, head.start, head.number);
-  const float* out_grad = head_rows(grads.out, head.start, head.number);
   pack_rows(head_rows(problem.q, head.start, head.number), problem.q.token_stride, head.length,
             size, problem.scale * kLog2e, work.queries, stride);
-  pack_rows(out_grad, grads.out.token_stride, head.length, size, head.rate.scale, work.out_grad,
-            stride);
-  for (int64_t t = 0; t < head.length; t++)
-    work.delta[t] =
-        dot(out + t * problem.out.token_stride, out_grad + t * grads.out.token_stride, size);
-  memset(work.queries_grad, 0, head.length * stride * sizeof(float));
-  for (int64_t first_query = 0; first_query < head.length; first_query += kQueryTile) {
-    const int64_t end = head.causal ? least(head.length, first_query + kQueryTile) : head.length;
-    for (int64_t first_key = 0; first_key < end; first_key += kKeyTile)
-      tile(problem, head, first_query, first_key, end, work, bias_grad, grads.bias.row_stride);
+  pack_out_grad(problem, grads.out, head, work);
+  float* const queries_grad = work.queries_grad + share.from_query * stride;
+  const int64_t queries = share.to_query - share.from_query;
+  memset(queries_grad, 0, queries * stride * sizeof(float));
+  for (int64_t query = share.from_query; query < share.to_query; query += kQueryTile) {
+    const int64_t end = head.causal ? least(share.to_key, query + kQueryTile) : share.to_key;
+    for (int64_t key = share.from_key, next; key < end; key = next) {
+      next = least((key / kKeyTile + 1) * kKeyTile, end);
+      tile(problem, head, share, query, key, next - key, work, bias_grad, grads.bias.row_stride);
+    }
   }
-  unpack_rows(work.queries_grad, stride, head.length, size, problem.scale,
-              head_rows(grads.q, head.start, head.number), grads.q.token_stride);
+  if (share.queries)
+    unpack_rows(queries_grad, stride, queries, size, problem.scale,
+                head_rows(grads.q, head.start + share.from_query, head.number),
+                grads.q.token_stride);
 }
 
-// One sequence and key/value head: the only writer of its part of every gradient but the bias's.
 void attend_backward(const AttentionProblem& problem, const AttentionGradients& grads,
-                     int64_t sequence, int64_t kv_head, const Workspace& work) {
+                     int64_t sequence, int64_t kv_head, int64_t part, int64_t parts,
+                     const Workspace& work) {
   const int64_t start = problem.starts[sequence], length = problem.lengths[sequence];
   const int64_t size = problem.size, stride = work.stride, group = problem.heads / problem.kv_heads;
+  const Share share = share_of(length, part, parts);
+  const int64_t keys = share.to_key - share.from_key;
+  if (keys <= 0 || share.to_query <= share.from_query) return;
   const float *k = head_rows(problem.k, start, kv_head), *v = head_rows(problem.v, start, kv_head);
   pack_rows(k, problem.k.token_stride, length, size, 1.f, work.keys, stride);
   pack_transposed(k, problem.k.token_stride, length, size, work.keys_transposed);
   pack_transposed(v, problem.v.token_stride, length, size, work.values_transposed);
-  memset(work.keys_grad, 0, length * stride * sizeof(float));
-  memset(work.values_grad, 0, length * stride * sizeof(float));
+  float* const keys_grad = work.keys_grad + share.from_key * stride;
+  float* const values_grad = work.values_grad + share.from_key * stride;
+  memset(keys_grad, 0, keys * stride * sizeof(float));
+  memset(values_grad, 0, keys * stride * sizeof(float));
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
     const BiasTensor& bias = grads.bias;
     float* bias_grad =
         bias.data ? bias.data + sequence * bias.sequence_stride + h * bias.head_stride : nullptr;
-    query_head(problem, grads, head_of(problem, sequence, h), bias_grad, work);
+    query_head(problem, grads, head_of(problem, sequence, h), share, bias_grad, work);
   }
-  unpack_rows(work.keys_grad, stride, length, size, kLn2, head_rows(grads.k, start, kv_head),
-              grads.k.token_stride);
-  unpack_rows(work.values_grad, stride, length, size, 1.f, head_rows(grads.v, start, kv_head),
-              grads.v.token_stride);
+  if (!share.keys) return;
+  // The keys were multiplied by queries that carry log2 e.
+  unpack_rows(keys_grad, stride, keys, size, kLn2,
+              head_rows(grads.k, start + share.from_key, kv_head), grads.k.token_stride);
+  unpack_rows(values_grad, stride, keys, size, 1.f,
+              head_rows(grads.v, start + share.from_key, kv_head), grads.v.token_stride);
 }
 
 }  // namespace
@@ -185,13 +234,17 @@ void KERNEL(attention_backward)(const AttentionProblem* problem, const Attention
   const int64_t serial_sequences = bias.data && !bias.sequence_stride ? sequences : 1;
   const int64_t serial_heads = bias.data && !bias.head_stride ? kv_heads : 1;
   const int64_t sequence_tasks = serial_sequences ? sequences / serial_sequences : 0;
-  const int64_t head_tasks = kv_heads / serial_heads;
-#pragma omp parallel for schedule(dynamic, 1) if (sequences * kv_heads * max_length > 64)
-  for (int64_t task = 0; task < sequence_tasks * head_tasks; task++) {
+  const int64_t head_tasks = kv_heads / serial_heads, pairs = sequence_tasks * head_tasks;
+  const int64_t threads = omp_get_max_threads();
+  const int64_t parts =
+      bias.data || !pairs || pairs >= threads ? 1 : 2 * ((threads + pairs - 1) / pairs);
+#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
+  for (int64_t task = 0; task < pairs * parts; task++) {
     const Workspace work = workspace(thread_scratch(floats), max_length, problem->size);
+    const int64_t pair = task / parts;
     for (int64_t s = 0; s < serial_sequences; s++)
       for (int64_t h = 0; h < serial_heads; h++)
-        attend_backward(*problem, *grads, problem->order[task / head_tasks + s],
-                        task % head_tasks + h, work);
+        attend_backward(*problem, *grads, problem->order[pair / head_tasks + s],
+                        pair % head_tasks + h, task % parts, parts, work);
   }
 }

@@ -122,7 +122,7 @@ void query_tile(const AttentionProblem& problem, const Head& head, const Keys& k
   for (int64_t first_key = 0; first_key < end; first_key += kKeyTile) {
     const int64_t count = least(kKeyTile, end - first_key),
                   columns = round_up(count, kDropoutBlock);
-    const float* transposed = keys.transposed + first_key / kKeyTile * problem.size * kScoreStride;
+    const float* transposed = keys.transposed + transposed_offset(first_key, problem.size);
     tile_product<Form::kPlain, Result::kAssign>(
         queries, round_up(count, kWidth), problem.size, {work.queries, keys.stride},
         {transposed, kScoreStride}, work.scores, kScoreStride);
@@ -171,7 +171,7 @@ void KERNEL(attention_forward)(const AttentionProblem* problem) {
   // again): four tasks a thread even out. A row's result doesn't depend on its part.
   const int64_t wanted = 4 * omp_get_max_threads(),
                 parts = pairs >= wanted || !pairs ? 1 : (wanted + pairs - 1) / pairs;
-#pragma omp parallel for schedule(dynamic, 1) if (pairs * max_length > 64)
+#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
   for (int64_t task = 0; task < pairs * parts; task++) {
     const int64_t pair = task / parts;
     attend(*problem, problem->order[pair / problem->kv_heads], pair % problem->kv_heads,

@@ -68,7 +68,7 @@ def test_head_sizes(isa, size):
     compare(Sequences.from_lengths([65, 3]), 2, 2, size, p=0.1)
 
 
-@pytest.mark.parametrize("lengths", [[1], [7], [63, 1, 65], [384], [47, 48, 49, 95, 96, 97], [0, 5, 0], [0], [193, 2]])
+@pytest.mark.parametrize("lengths", [[1], [7], [63, 1, 65], [384], [47, 48, 49], [191, 192], [0, 5, 0], [0], [193, 2]])
 @pytest.mark.parametrize("causal", [False, True])
 def test_lengths(isa, lengths, causal):
     compare(Sequences.from_lengths(lengths), 2, 2, 16, causal=causal, p=0.2)
@@ -204,6 +204,23 @@ def test_bit_identical_for_any_number_of_threads(isa):
         torch.set_num_threads(threads)
         function = lambda q, k, v, bias: attention(q, k, v, sequences, scale=0.2, p=0.1, bias=bias)  # noqa: E731
         results.append(with_gradients(function, [*inputs, bias], grad))
+    torch.set_num_threads(before)
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_fewer_heads_than_threads(isa, causal):
+    """One head's queries and keys are dealt out to the threads: the same numbers, bit for bit."""
+    sequences = Sequences.from_lengths([401])
+    inputs = random_inputs(sequences, 2, 1, 32)
+    grad = torch.randn(401, 2, 32)
+    results = []
+    before = torch.get_num_threads()
+    for threads in (1, 2, 3, 8, 40):
+        torch.set_num_threads(threads)
+        function = lambda *x: attention(*x, sequences, scale=0.2, causal=causal, p=0.1)  # noqa: E731
+        results.append(with_gradients(function, inputs, grad))
     torch.set_num_threads(before)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
