@@ -39,7 +39,14 @@ MAY_IMPORT = {
     "cli": ["launch", "cluster", "report", "integrations"],
     "__main__": ["cli"],
 }
-LIGHT = ["cputrain", "cputrain.hardware", "cputrain.cli", "cputrain.cli.doctor"]
+LIGHT = [
+    "cputrain",
+    "cputrain.hardware",
+    "cputrain.cli",
+    "cputrain.cli.commands",
+    "cputrain.cli.run",
+    "cputrain.cli.doctor",
+]
 
 
 def allowed(part: str) -> set[str]:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import typer.main
 
-from cputrain.cli import app
+from cputrain.cli.commands import app
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

@@ -1,0 +1,41 @@
+"""The sub-commands, as typer sees them: one small module each.
+
+Modules here import nothing heavy at their top, so that `--help` answers at once and without torch.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from cputrain import __version__
+from cputrain.cli import doctor, run
+
+app = typer.Typer(
+    name="cputrain",
+    help="Train transformer models on CPUs several times faster.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command()(doctor.doctor)
+
+
+@app.command("run", help=run.SUMMARY, add_help_option=False)
+def _listed_run() -> None:
+    raise AssertionError("cli.main starts `run` by itself, before typer is imported: here it is only listed")
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"cputrain {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: bool = typer.Option(
+        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+    ),
+) -> None:
+    """Train transformer models on CPUs several times faster."""

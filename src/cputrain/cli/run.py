@@ -1,0 +1,161 @@
+"""`cputrain run SCRIPT ARGS…`: a user's unmodified script, in this process, as `python SCRIPT ARGS…` would run it.
+
+Nothing but the standard library is imported here: transformers and accelerate are changed when the script imports them.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import pkgutil
+import runpy
+import signal
+import sys
+import types
+from collections.abc import Callable
+from importlib.machinery import BuiltinImporter, SourceFileLoader
+from typing import NamedTuple, NoReturn
+
+from cputrain.integrations import hook, notices, settings
+
+SUMMARY = "Run a training script with cputrain active, as python would run it."
+HELP = f"""\
+Usage: cputrain run [OPTIONS] SCRIPT [ARGS]...
+       cputrain run [OPTIONS] -m MODULE [ARGS]...
+       cputrain run [OPTIONS] -c CODE [ARGS]...
+
+  {SUMMARY}
+
+  Scripts on transformers' Trainer and on Accelerate are optimised without an edit, and accept --use_ipex, --no_cuda,
+  --jit_mode_eval and --ddp_backend ccl again.
+
+Options:
+  --dtype {"|".join(settings.DTYPES)}  The precision; wins over the script's --bf16.
+  --padding {"|".join(settings.PADDINGS)}           keep: stock's padded numbers; drop (default): padding costs nothing.
+  -h, --help                    Show this message and exit."""
+
+_OPTIONS = {"--dtype": settings.DTYPE, "--padding": settings.PADDING}
+
+
+class Target(NamedTuple):
+    """What is to run: a file, a module (-m) or code (-c), and its arguments."""
+
+    flag: str  # "", "-m" or "-c"
+    what: str
+    arguments: list[str]
+
+
+def is_meant(arguments: list[str]) -> bool:
+    """Whether a command line is one of `run`, which may be left out: `python -m cputrain script.py`."""
+    first = arguments[0] if arguments else ""
+    return first in ("run", "-m", "-c") or first.partition("=")[0] in _OPTIONS or first.endswith(".py")
+
+
+def main(arguments: list[str]) -> NoReturn:
+    target = _read(arguments[1:] if arguments[0] == "run" else arguments)
+    hook.activate()
+    notices.show()
+    _as_python_would(_prepared(target))
+    sys.exit(0)
+
+
+def _read(arguments: list[str]) -> Target:
+    """Options before the script are ours; they go into the environment, where child processes find them."""
+    rest = list(arguments)
+    while rest and rest[0].startswith("-"):
+        name, equals, value = rest.pop(0).partition("=")
+        if name in ("-h", "--help"):
+            print(HELP)
+            sys.exit(0)
+        if name not in ("-m", "-c", *_OPTIONS):
+            raise ValueError(f"run has no option {name}; options of the script stand after it.")
+        if name in _OPTIONS and equals:
+            rest.insert(0, value)
+        if not rest:
+            raise ValueError(f"{name} needs a value.")
+        if name not in _OPTIONS:
+            return Target(name, rest[0], rest[1:])
+        os.environ[_OPTIONS[name]] = rest.pop(0)
+        settings.check()
+    if not rest:
+        raise ValueError("run needs a script: cputrain run [OPTIONS] SCRIPT [ARGS]...")
+    settings.check()
+    return Target("", rest[0], rest[1:])
+
+
+# --- As python does it -------------------------------------------------------------------------------------------
+
+
+def _prepared(target: Target) -> Callable[[], object]:
+    """Gives the process the argv, the path and the `__main__` that python would, and returns what runs the target."""
+    main_module = types.ModuleType("__main__")
+    main_module.__dict__.update(__builtins__=builtins, __annotations__={}, __loader__=BuiltinImporter)
+    sys.argv = [target.what if target.flag == "" else target.flag, *target.arguments]
+    if target.flag == "-m":
+        code, folder = None, os.getcwd()
+    elif target.flag == "-c":
+        code, folder = _compiled(target, target.what.encode(), "<string>"), ""
+    elif pkgutil.get_importer(target.what) is not None:  # a folder or a zip file with a __main__.py
+        code, folder = None, os.path.abspath(target.what)
+    else:
+        path = os.path.abspath(target.what)
+        code, folder = _compiled(target, _source(target, path), path), os.path.dirname(os.path.realpath(path))
+        main_module.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = folder
+    sys.modules["__main__"] = main_module
+    if code is None:
+        return lambda: _run_module(target)
+    return lambda: exec(code, main_module.__dict__)
+
+
+def _run_module(target: Target) -> object:
+    """What the interpreter itself calls for -m, and for folders and zip files."""
+    name = target.what if target.flag else "__main__"
+    return runpy._run_module_as_main(name, alter_argv=bool(target.flag))  # type: ignore[attr-defined]
+
+
+def _source(target: Target, path: str) -> bytes:
+    try:
+        with io.open_code(path) as file:
+            return file.read()
+    except OSError:
+        _let_python_say_it(target)
+
+
+def _compiled(target: Target, source: bytes, name: str) -> types.CodeType:
+    try:
+        return compile(source, name, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError):
+        _let_python_say_it(target)
+
+
+def _let_python_say_it(target: Target) -> NoReturn:
+    """What can't even be read or compiled gets python's own words and exit code, from python."""
+    flag = [target.flag] if target.flag else []
+    os.execv(sys.executable, [sys.executable, *flag, target.what, *target.arguments])
+
+
+def _as_python_would(run: Callable[[], object]) -> None:
+    """Uncaught exceptions end the process as they do under python: the same traceback, without our frames in it."""
+    try:
+        run()
+    except SystemExit:
+        raise
+    except notices.Refused as error:
+        print(f"cputrain: {error}", file=sys.stderr)
+        sys.exit(2)
+    except BaseException as error:  # noqa: BLE001 - printed and answered as the interpreter does
+        error.__traceback__ = _without_ours(error.__traceback__)
+        sys.excepthook(type(error), error, error.__traceback__)
+        if isinstance(error, KeyboardInterrupt):
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGINT)
+        sys.exit(1)
+
+
+def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:
+    while trace is not None and trace.tb_frame.f_globals.get("__name__") == __name__:
+        trace = trace.tb_next
+    return trace

@@ -1,0 +1,34 @@
+"""What the integrations tell the user: a line said once, or a sentence that ends the run."""
+
+from __future__ import annotations
+
+import functools
+import logging
+
+logger = logging.getLogger("cputrain")
+
+
+class Refused(ValueError):
+    """The user asked for what can't be done. Under `cputrain run` the sentence is all that is shown, and 2 the exit code."""
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """What the user should know of, but needn't act on at once."""
+    logger.warning(line)
+
+
+@functools.cache
+def mention_once(line: str) -> None:
+    """What went as it should."""
+    logger.info(line)
+
+
+def show() -> None:
+    """Shows lines on the terminal whatever the script does with logging; `cputrain run` asks for it."""
+    if not logger.handlers:
+        handler = logging.StreamHandler()
+        handler.setFormatter(logging.Formatter("cputrain: %(message)s"))
+        logger.addHandler(handler)
+        logger.propagate = False
+    logger.setLevel(logging.INFO)

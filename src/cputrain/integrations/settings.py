@@ -1,0 +1,54 @@
+"""What was asked of cputrain for this run: by the environment, which wins, and by the script.
+
+Kept in the environment, so that processes which the script starts have the same.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
+from cputrain.integrations.notices import Refused, say_once
+
+if TYPE_CHECKING:
+    from cputrain.api import Padding
+
+DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
+PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
+
+
+def check() -> None:
+    """Refuses misspelt settings at once, rather than when the model is there."""
+    _one_of(DTYPE, DTYPES)
+    _one_of(PADDING, PADDINGS)
+
+
+def padding() -> Padding:
+    return "keep" if _one_of(PADDING, PADDINGS) == "keep" else "drop"
+
+
+def precision(script_asks_for_bf16: bool) -> str:
+    """The precision that runs, said in one line whenever somebody asked for one.
+
+    The only place where the integrations ask `cputrain.precision`. A script's bf16 means "the fastest that is at least
+    as accurate as bf16 on this CPU", which is `auto`.
+    """
+    from cputrain import precision
+
+    asked = _one_of(DTYPE, DTYPES)
+    try:
+        runs, reason = precision.choose(asked or ("auto" if script_asks_for_bf16 else "fp32"))
+    except ValueError as error:
+        raise Refused(f"{DTYPE}={asked}: {error}") from None
+    if asked:
+        say_once(f"{runs} runs: {DTYPE}={asked} ({reason})")
+    elif script_asks_for_bf16:
+        say_once(f"the script asks for bf16, {runs} runs ({reason})")
+    return runs
+
+
+def _one_of(name: str, known: tuple[str, ...]) -> str | None:
+    value = os.environ.get(name)
+    if value and value not in known:
+        raise Refused(f"{name} must be one of {', '.join(known)}, found {value!r}.")
+    return value or None
