@@ -159,7 +159,7 @@ def _optimizer_case(name: str, kind, floats_moved: int, layers: int, hidden: int
 
 @kernel
 def optimizers() -> Iterator[Case]:
-    """AdamW reads four numbers per element and writes three, SGD with momentum three and two; the twin is stock's step."""
+    """AdamW reads four numbers per element and writes three, SGD with momentum three and two; the twin is stock."""
     import torch
 
     for size, (layers, hidden) in MODELS.items():
