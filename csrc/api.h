@@ -23,6 +23,16 @@
 CPUTRAIN_EXPORT void KERNEL(dropout)(const float* x, float* y, int64_t rows, int64_t cols, float p,
                                      uint64_t key);
 
+// out = activation(h + bias); kind: 0 identity, 1 relu, 2 silu, 3 gelu, 4 gelu by tanh. bias or null. out may be h.
+CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t rows,
+                                        int64_t cols, int64_t kind);
+
+// grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column sums of
+// grad_h. bias and grad_bias or null, both. grad_h may be grad.
+CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const float* h, const float* bias,
+                                                 float* grad_h, float* value, float* grad_bias,
+                                                 int64_t rows, int64_t cols, int64_t kind);
+
 // LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are for
 // the backward pass.
 CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias,
@@ -94,3 +104,20 @@ struct AttentionGradients {
 CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem);
 CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
                                                 const AttentionGradients* gradients);
+
+// Matrix products in block-scaled 16-bit integers (kernels/matmul_*.h say how and how exact).
+// A packed operand is a set of `vectors` of length `depth`, in memory aligned to 64 bytes; its role
+// (0 left, 1 right) decides its layout, which differs between instruction sets.
+CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role,
+                                                int64_t* bytes);
+// Packs x (rows × cols) in one go: its rows as vectors into by_rows, its columns as vectors into
+// by_columns (either or null). column_sums (needs by_columns) or null.
+CPUTRAIN_EXPORT void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols,
+                                        void* by_rows, int64_t row_role, void* by_columns,
+                                        int64_t column_role, float* column_sums);
+// out[r][c] = left vector r · right vector c (+ bias[c]) (+ out[r][c] if accumulate). bias or null.
+CPUTRAIN_EXPORT void KERNEL(int16_product)(const void* left, const void* right, float* out,
+                                           int64_t out_stride, int64_t rows, int64_t cols,
+                                           int64_t depth, const float* bias, int64_t accumulate);
+// For tests: 0 makes int16_product do without AVX512_VNNI.
+CPUTRAIN_EXPORT void KERNEL(int16_allow_vnni)(int64_t allowed);

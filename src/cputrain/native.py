@@ -29,6 +29,8 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
 # One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test
 # compares them.
 SIGNATURES = {
+    "activation": "ppp" + "iii",
+    "activation_backward": "pppppp" + "iii",
     "attention_forward": "p",
     "attention_backward": "pp",
     "adam": "ipppppp" + "ddddd" + "i",
@@ -36,6 +38,10 @@ SIGNATURES = {
     "sum_of_squares": "ippp",
     "scale": "ippf",
     "dropout": "ppiifk",
+    "int16_packed_bytes": "iiip",
+    "int16_pack": "piii" + "pipi" + "p",
+    "int16_product": "pppi" + "iii" + "pi",
+    "int16_allow_vnni": "i",
     "layer_norm": "pppppp" + "iif",
     "layer_norm_backward": "ppppppppppp" + "iifk",
     "post_norm": "ppppppppp" + "iiffk",
@@ -77,8 +83,8 @@ def kernels_of(isa: str) -> SimpleNamespace:
         function = getattr(_library(), f"cputrain_{name}_{isa}", None)
         if function is None:
             raise LibraryError(
-                f"cputrain's native library {LIBRARY} is older than the Python package: it has no {name} for {isa}; "
-                "reinstall cputrain, or run `make build` in a source tree."
+                f"cputrain's native library {_library()._name} is older than the Python package: it has no "
+                f"{name} for {isa}; reinstall cputrain, or run `make build` in a source tree."
             )
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = None

@@ -1,0 +1,174 @@
+// Activations of h + bias, and their gradients: one pass, in which the bias' gradient is summed
+// and, if wanted, the activation itself computed again.
+#include "api.h"
+#include "columns.h"
+#include "normal.h"
+
+namespace {
+
+struct Both {
+  Vec value, slope;
+};
+
+// 1 / (1 + e^-v) and its slope s·(1 - s), which from s alone would have no digits left for large v.
+struct Sigmoid {
+  Vec value, slope;
+  explicit Sigmoid(Vec v) {
+    const Vec e = exp(-abs(v)), d = 1.f / (1.f + e), ed = e * d;
+    value = select(v < 0.f, ed, d);
+    slope = ed * d;
+  }
+};
+
+struct Identity {
+  static Vec value(Vec x) { return x; }
+  static Both both(Vec x) { return {x, splat(1.f)}; }
+};
+
+struct Relu {
+  // As stock: NaN stays, and the slope at 0 is 0, at NaN 1.
+  static Vec value(Vec x) { return select(x <= 0.f, Vec{}, x); }
+  static Both both(Vec x) { return {value(x), select(x <= 0.f, Vec{}, splat(1.f))}; }
+};
+
+struct Silu {
+  static Vec value(Vec x) { return x / (1.f + exp(-x)); }
+  static Both both(Vec x) {
+    const Sigmoid s(x);
+    return {x * s.value, s.value + x * s.slope};
+  }
+};
+
+struct Gelu {
+  static Vec value(Vec x) { return x * normal(x).cumulative; }
+  static Both both(Vec x) {
+    const Normal n = normal(x);
+    return {x * n.cumulative, n.cumulative + x * n.density};
+  }
+};
+
+// x·(1 + tanh(u)) / 2 is x·sigmoid(2u), 2u = x·(a + b·x²).
+struct GeluTanh {
+  static constexpr float a = 1.59576912161f, b = 0.0713548162726f;  // 2·√(2/π), and that · 0.044715
+  static Vec value(Vec x) { return x / (1.f + exp(-x * (a + b * (x * x)))); }
+  static Both both(Vec x) {
+    const Vec square = x * x;
+    const Sigmoid s(x * (a + b * square));
+    return {x * s.value, s.value + x * (a + 3.f * b * square) * s.slope};
+  }
+};
+
+template <class Kind, bool kBias>
+void forward_row(const float* h, const float* bias, float* out, int64_t cols) {
+  for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
+    Vec x = part.load(h + c);
+    if (kBias) x += part.load(bias + c);
+    part.store(out + c, Kind::value(x));
+  });
+}
+
+// add_bias is the row of sums that the bias' gradient goes to.
+template <class Kind, bool kBias, bool kValue>
+void backward_row(const float* grad, const float* h, const float* bias, float* grad_h, float* value,
+                  float* add_bias, int64_t cols) {
+  for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
+    Vec x = part.load(h + c);
+    if (kBias) x += part.load(bias + c);
+    const Both f = Kind::both(x);
+    const Vec g = part.load(grad + c) * f.slope;
+    part.store(grad_h + c, g);
+    if (kValue) part.store(value + c, f.value);
+    if (kBias) part.store(add_bias + c, part.load(add_bias + c) + g);
+  });
+}
+
+using ForwardRow = decltype(&forward_row<Identity, true>);
+using BackwardRow = decltype(&backward_row<Identity, true, true>);
+
+template <class Kind>
+ForwardRow forward_of(bool bias) {
+  return bias ? forward_row<Kind, true> : forward_row<Kind, false>;
+}
+
+template <class Kind>
+BackwardRow backward_of(bool bias, bool value) {
+  return bias ? (value ? backward_row<Kind, true, true> : backward_row<Kind, true, false>)
+              : (value ? backward_row<Kind, false, true> : backward_row<Kind, false, false>);
+}
+
+// The numbers are those of KINDS in ops/activation.py.
+ForwardRow forward_of(int64_t kind, bool bias) {
+  switch (kind) {
+    case 0:
+      return forward_of<Identity>(bias);
+    case 1:
+      return forward_of<Relu>(bias);
+    case 2:
+      return forward_of<Silu>(bias);
+    case 3:
+      return forward_of<Gelu>(bias);
+    default:
+      return forward_of<GeluTanh>(bias);
+  }
+}
+BackwardRow backward_of(int64_t kind, bool bias, bool value) {
+  switch (kind) {
+    case 0:
+      return backward_of<Identity>(bias, value);
+    case 1:
+      return backward_of<Relu>(bias, value);
+    case 2:
+      return backward_of<Silu>(bias, value);
+    case 3:
+      return backward_of<Gelu>(bias, value);
+    default:
+      return backward_of<GeluTanh>(bias, value);
+  }
+}
+
+// Without a bias the shape doesn't matter: all is one row, cut into pieces that keep every thread
+// busy.
+struct Pieces {
+  int64_t rows, cols, total;
+  Pieces(int64_t rows, int64_t cols, bool by_row) : rows(rows), cols(cols), total(rows * cols) {
+    if (by_row) return;
+    this->cols = 4096;  // 16 KB: two arrays of them in a first-level cache
+    this->rows = (total + this->cols - 1) / this->cols;
+  }
+  int64_t width(int64_t r) const { return total - r * cols < cols ? total - r * cols : cols; }
+};
+
+constexpr int64_t kFewElements = 4096;  // a dozen cycles for a vector of them: some microseconds
+
+}  // namespace
+
+void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t rows, int64_t cols,
+                        int64_t kind) {
+  const Pieces pieces(rows, cols, bias);
+  const ForwardRow forward = forward_of(kind, bias);
+#pragma omp parallel for schedule(static) if (pieces.total > kFewElements)
+  for (int64_t r = 0; r < pieces.rows; r++)
+    forward(h + r * pieces.cols, bias, out + r * pieces.cols, pieces.width(r));
+}
+
+void KERNEL(activation_backward)(const float* grad, const float* h, const float* bias,
+                                 float* grad_h, float* value, float* grad_bias, int64_t rows,
+                                 int64_t cols, int64_t kind) {
+  const Pieces pieces(rows, cols, bias);
+  const BackwardRow backward = backward_of(kind, bias, value);
+  const RowChunks chunks(pieces.rows);
+  const ColumnSums sums(chunks, 1, bias ? cols : 0);
+#pragma omp parallel if (pieces.total > kFewElements)
+  {
+#pragma omp for schedule(static)
+    for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
+      sums.clear(chunk, 1);
+      for (int64_t r = chunks.first(chunk); r < chunks.last(chunk); r++) {
+        const int64_t at = r * pieces.cols;
+        backward(grad + at, h + at, bias, grad_h + at, value ? value + at : nullptr,
+                 sums.row(chunk, 0), pieces.width(r));
+      }
+    }
+    if (bias) sums.total(0, grad_bias);
+  }
+}
