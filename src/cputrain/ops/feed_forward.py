@@ -15,53 +15,56 @@ from torch.autograd.function import once_differentiable
 from cputrain.ops.activation import activation_backward, activation_forward
 from cputrain.ops.activation import plain as activation_plain
 from cputrain.ops.dropout import draw_key, dropout
-from cputrain.ops.linear import weight_grad
+from cputrain.ops.linear import OutputGradient, Precision, forward_product, kept_input
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
-def _two_products(x_TH, weight1, bias1, weight2, kind):
-    h_TM = x_TH.mm(weight1.t())
-    return h_TM, activation_forward(h_TM, bias1, kind).mm(weight2.t())
+def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision):
+    """What must be kept of x, the first product's raw output, and the second's output."""
+    h_TM, kept = forward_product(x_TH, weight1, None, precision, keep=ctx.needs_input_grad[1])
+    y_TH, _ = forward_product(activation_forward(h_TM, bias1, kind), weight2, bias2, precision, keep=False)
+    ctx.kind, ctx.precision = kind, precision
+    return kept, h_TM, y_TH
 
 
-def _two_products_backward(ctx, grad_y, x_TH, h_TM, weight1, bias1, weight2, grad_x_start):
-    """Gradients of x, weight1, bias1, weight2; that of x is added to `grad_x_start` if there is one."""
+def _two_products_backward(ctx, grad_y, kept, h_TM, weight1, bias1, weight2, add_to=None, need_bias2=False):
+    """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
+    second = OutputGradient(grad_y, ctx.precision, True, need_weight2, need_bias2)
     grad_h, grad_bias1, activation = activation_backward(
-        grad_y.mm(weight2), h_TM, bias1, ctx.kind, want_activation=need_weight2, inplace=True
+        second.of_input(weight2), h_TM, bias1, ctx.kind, want_activation=need_weight2, inplace=True
     )
-    grad_weight2 = weight_grad(grad_y, activation, need_weight2)
+    grad_weight2 = None
+    if need_weight2:
+        grad_weight2 = second.of_weight(kept_input(activation, ctx.precision), weight2.shape[1])
     del activation
-    grad_weight1 = weight_grad(grad_h, x_TH, need_weight1)
-    grad_x = None
-    if need_x:
-        grad_x = grad_h.mm(weight1) if grad_x_start is None else grad_x_start.addmm_(grad_h, weight1)
-    return grad_x, grad_weight1, grad_bias1, grad_weight2
+    first = OutputGradient(grad_h, ctx.precision, need_x, need_weight1)
+    grad_weight1 = first.of_weight(kept, weight1.shape[1]) if need_weight1 else None
+    grad_x = first.of_input(weight1, add_to) if need_x else None
+    return grad_x, grad_weight1, grad_bias1, grad_weight2, second.bias
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind):
-        h_TM, y = _two_products(x_TH, weight1, bias1, weight2, kind)
-        ctx.save_for_backward(x_TH, h_TM, weight1, bias1, weight2)
-        ctx.kind, ctx.has_bias2 = kind, bias2 is not None
-        return y if bias2 is None else y.add_(bias2)
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision):
+        kept, h_TM, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision)
+        ctx.save_for_backward(kept, h_TM, weight1, bias1, weight2)
+        return y_TH
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        grad_y = grad_y.contiguous()
-        grads = _two_products_backward(ctx, grad_y, *ctx.saved_tensors, None)
-        return *grads, grad_y.sum(0) if ctx.has_bias2 else None, None
+        grads = _two_products_backward(ctx, grad_y.contiguous(), *ctx.saved_tensors, need_bias2=ctx.needs_input_grad[4])
+        return *grads, None, None
 
 
 class _FeedForwardNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key):
-        h_TM, sum_TH = _two_products(x_TH, weight1, bias1, weight2, kind)
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, precision):
+        kept, h_TM, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, precision)
         out, mean, rstd = post_norm_forward(sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key)
-        ctx.save_for_backward(x_TH, h_TM, weight1, bias1, weight2, norm_weight, sum_TH, mean, rstd)
-        ctx.kind, ctx.p, ctx.key, ctx.has_bias2 = kind, p, key, bias2 is not None
+        ctx.save_for_backward(kept, h_TM, weight1, bias1, weight2, norm_weight, sum_TH, mean, rstd)
+        ctx.p, ctx.key, ctx.has_bias2 = p, key, bias2 is not None
         return out
 
     @staticmethod
@@ -71,8 +74,8 @@ class _FeedForwardNorm(torch.autograd.Function):
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
             grad_out.contiguous(), sum_TH, mean, rstd, norm_weight, ctx.p, ctx.key
         )
-        grads = _two_products_backward(ctx, grad_y, *products, grad_sum)
-        return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, None, None, None, None
+        *grads, _ = _two_products_backward(ctx, grad_y, *products, add_to=grad_sum)
+        return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, *[None] * 5
 
 
 def feed_forward(
@@ -83,9 +86,10 @@ def feed_forward(
     bias2: Tensor | None,
     kind: str,
     p: float = 0.0,
+    precision: Precision = "fp32",
 ) -> Tensor:
     """dropout(linear2(activation(linear1(x)))); no residual."""
-    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind)
+    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, precision)
     return dropout(y, p) if p > 0 else y
 
 
@@ -100,10 +104,12 @@ def feed_forward_norm(
     kind: str,
     eps: float,
     p: float,
+    precision: Precision = "fp32",
 ) -> Tensor:
     """LayerNorm(x + dropout(linear2(activation(linear1(x)))))."""
     key = draw_key() if p > 0 else 0
-    return _FeedForwardNorm.apply(x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key)
+    weights = weight1, bias1, weight2, bias2, norm_weight, norm_bias
+    return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, precision)
 
 
 def plain(x_TH, weight1, bias1, weight2, bias2, kind, factors=None, norm=None) -> Tensor:

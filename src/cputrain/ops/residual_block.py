@@ -10,39 +10,32 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from cputrain.ops.dropout import draw_key
-from cputrain.ops.linear import weight_grad
+from cputrain.ops.linear import OutputGradient, Precision, forward_product
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
 class _ResidualBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key):
-        sum_TO = x_TI.mm(weight.t())
+    def forward(ctx, x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, precision):
+        sum_TO, kept = forward_product(x_TI, weight, None, precision, keep=ctx.needs_input_grad[2])
         out, mean, rstd = post_norm_forward(sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key)
-        ctx.save_for_backward(x_TI, weight, norm_weight, sum_TO, mean, rstd)
-        ctx.p, ctx.key, ctx.has_bias = p, key, bias is not None
+        ctx.save_for_backward(kept, weight, norm_weight, sum_TO, mean, rstd)
+        ctx.p, ctx.key, ctx.precision, ctx.has_bias = p, key, precision, bias is not None
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_out):
-        x_TI, weight, norm_weight, sum_TO, mean, rstd = ctx.saved_tensors
+        kept, weight, norm_weight, sum_TO, mean, rstd = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias = post_norm_backward(
             grad_out.contiguous(), sum_TO, mean, rstd, norm_weight, ctx.p, ctx.key
         )
-        grad_x = grad_y.mm(weight) if ctx.needs_input_grad[0] else None
-        grad_weight = weight_grad(grad_y, x_TI, ctx.needs_input_grad[2])
-        return (
-            grad_x,
-            grad_sum,
-            grad_weight,
-            grad_bias if ctx.has_bias else None,
-            grad_norm_weight,
-            grad_norm_bias,
-            None,
-            None,
-            None,
-        )
+        need_x, _, need_weight = ctx.needs_input_grad[:3]
+        grad = OutputGradient(grad_y, ctx.precision, need_x, need_weight)
+        grad_x = grad.of_input(weight) if need_x else None
+        grad_weight = grad.of_weight(kept, weight.shape[1]) if need_weight else None
+        grad_bias = grad_bias if ctx.has_bias else None
+        return grad_x, grad_sum, grad_weight, grad_bias, grad_norm_weight, grad_norm_bias, *[None] * 4
 
 
 def residual_block(
@@ -54,9 +47,10 @@ def residual_block(
     norm_bias: Tensor,
     eps: float,
     p: float,
+    precision: Precision = "fp32",
 ) -> Tensor:
     key = draw_key() if p > 0 else 0
-    return _ResidualBlock.apply(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key)
+    return _ResidualBlock.apply(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, precision)
 
 
 def plain(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, factors=None) -> Tensor:
