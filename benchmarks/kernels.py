@@ -123,6 +123,41 @@ def post_norm() -> Iterator[Case]:
             )
 
 
+# Text in the 12 features of one batch of SQuAD, mean 170; stock works on all 384.
+TEXT = [384, 296, 238, 206, 181, 165, 150, 133, 110, 87, 60, 30]
+
+
+@kernel
+def attention() -> Iterator[Case]:
+    """Forward and backward together, the product of queries, keys and values being given; operations of 7 products."""
+    import torch
+
+    from cputrain.ops.attention import Sequences, packed_attention
+
+    for lengths, size in (([384] * 12, 32), ([384] * 4, 64), (TEXT, 32), (TEXT, 64)):
+        sequences, heads, longest = Sequences.from_lengths(lengths), 12, max(lengths)
+        qkv = torch.randn(sequences.total, 3 * heads * size, requires_grad=True)
+        grad = torch.randn(sequences.total, heads, size)
+        padded = [torch.randn(len(lengths), heads, longest, size, requires_grad=True) for _ in range(3)]
+        padded_grad = torch.randn(padded[0].shape)
+        for p in (0.1, 0.0):
+
+            def ours(qkv=qkv, sequences=sequences, grad=grad, size=size, p=p):
+                out = packed_attention(qkv, sequences, heads=12, scale=size**-0.5, p=p)
+                return torch.autograd.grad(out, qkv, grad)
+
+            def stock(padded=padded, grad=padded_grad, p=p):
+                out = torch.nn.functional.scaled_dot_product_attention(*padded, dropout_p=p)
+                return torch.autograd.grad(out, padded, grad)
+
+            yield Case(
+                f"attention p={p} {len(lengths)}x{sequences.total // len(lengths)}, 12 heads of {size}",
+                ours,
+                stock,
+                operations=7 * 2 * heads * size * sum(length**2 for length in lengths),
+            )
+
+
 # Parameters of a BERT model with that many layers and hidden size: 22 and 110 million elements.
 MODELS = {"22M": (6, 384), "110M": (12, 768)}
 
