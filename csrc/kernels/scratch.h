@@ -5,6 +5,7 @@
 #include <pthread.h>
 
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 
 namespace {
@@ -41,6 +42,11 @@ inline float* thread_scratch(int64_t count) {
     free(mine->data);
     mine->capacity = (count + 15) / 16 * 16;
     mine->data = static_cast<float*>(aligned_alloc(64, mine->capacity * sizeof(float)));
+    if (!mine->data) {
+      fprintf(stderr, "cputrain: no memory for %lld bytes of scratch\n",
+              (long long)mine->capacity * 4);
+      abort();
+    }
   }
   return mine->data;
 }

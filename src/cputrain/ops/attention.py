@@ -27,12 +27,25 @@ class Sequences:
     lengths: Tensor  # int64
     total: int
 
+    def __post_init__(self) -> None:
+        """The kernels trust these numbers with memory, and threads write what belongs to different sequences."""
+        for tensor in (self.starts, self.lengths):
+            if tensor.dtype != torch.int64 or tensor.shape != (len(self.lengths),) or not tensor.is_contiguous():
+                found = " and ".join(f"{x.dtype} {tuple(x.shape)}" for x in (self.starts, self.lengths))
+                raise ValueError(f"sequences need starts and lengths as int64 vectors of one length, found {found}")
+        previous = 0
+        for start, length in sorted(zip(self.starts.tolist(), self.lengths.tolist(), strict=True)):
+            if length < 0 or start < previous or start + length > self.total:
+                raise ValueError(
+                    f"sequences must lie behind one another within {self.total} tokens; "
+                    f"found one of {length} tokens that starts at {start}, where {previous} was the first free token"
+                )
+            previous = start + length
+
     @staticmethod
     def from_lengths(lengths: Sequence[int] | Tensor) -> Sequences:
         """Sequences behind one another without gaps."""
-        lengths = torch.as_tensor(lengths, dtype=torch.int64).flatten()
-        if (lengths < 0).any():
-            raise ValueError(f"sequence lengths must not be negative, found {lengths.min().item()}")
+        lengths = torch.as_tensor(lengths, dtype=torch.int64, device="cpu").flatten()
         return Sequences(lengths.cumsum(0) - lengths, lengths, int(lengths.sum()))
 
     @staticmethod
@@ -200,7 +213,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx, grad):
         q, k, v, out, lse, bias = ctx.saved_tensors
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        dbias = _new_bias_gradient(bias) if ctx.needs_input_grad[3] else None
+        dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[3] else None
         sequences, scale, causal, p, key = ctx.settings
         grad = _unit_stride(grad)
         attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
@@ -221,7 +234,7 @@ class _PackedAttention(torch.autograd.Function):
     def backward(ctx, grad):
         qkv, out, lse, bias = ctx.saved_tensors
         dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        dbias = _new_bias_gradient(bias) if ctx.needs_input_grad[1] else None
+        dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[1] else None
         sequences, scale, causal, p, key = ctx.settings
         q, k, v = split_packed(qkv, ctx.heads)
         dq, dk, dv = split_packed(dqkv, ctx.heads)
@@ -262,10 +275,6 @@ def _four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
 
 def _unit_stride(x: Tensor | None) -> Tensor | None:
     return x if x is None or x.stride(-1) == 1 else x.contiguous()
-
-
-def _new_bias_gradient(bias: Tensor) -> Tensor:
-    return bias.new_zeros(bias.shape)
 
 
 # The structures of csrc/api.h, field by field.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -299,5 +300,35 @@ def test_bad_bias_packing_and_lengths():
         attention(*inputs, sequences, scale=1.0, bias=torch.zeros(8, 8))
     with pytest.raises(ValueError, match="3 · 5 heads"):
         packed_attention(torch.zeros(9, 48), sequences, heads=5, scale=1.0)
-    with pytest.raises(ValueError, match="negative, found -3"):
-        Sequences.from_lengths([4, -3])
+    with pytest.raises(ValueError, match="one of -3 tokens"):
+        Sequences.from_lengths([-3, 7])
+
+
+@pytest.mark.parametrize(
+    "starts, lengths, message",
+    [
+        ([0, 3], [4, 2], "starts at 3, where 4 was"),
+        ([0, 5], [4, 6], "within 10 tokens"),
+        ([-1], [4], "starts at -1"),
+        ([0, 1], [4], "as int64 vectors"),
+    ],
+)
+def test_bad_sequences(starts, lengths, message):
+    with pytest.raises(ValueError, match=message):
+        Sequences(torch.tensor(starts), torch.tensor(lengths), 10)
+    with pytest.raises(ValueError, match="as int64 vectors"):
+        Sequences(torch.tensor([0], dtype=torch.int32), torch.tensor([4], dtype=torch.int32), 10)
+
+
+def test_two_python_threads_at_once(isa):
+    """Each has working memory of its own."""
+    sequences = Sequences.from_lengths([150, 90])
+    inputs = [[x.detach() for x in random_inputs(sequences, 2, 2, 32)] for _ in range(8)]
+
+    def run(x):
+        return [attention(*x, sequences, scale=0.2) for _ in range(20)]
+
+    alone = [attention(*x, sequences, scale=0.2) for x in inputs]
+    with ThreadPoolExecutor(4) as pool:
+        for expected, results in zip(alone, pool.map(run, inputs), strict=True):
+            assert all(torch.equal(expected, result) for result in results)
