@@ -1,0 +1,212 @@
+// out = left · rightᵀ for operands packed by matmul_pack.cpp.
+#include <omp.h>
+
+#include "api.h"
+#include "matmul_layout.h"
+#include "matmul_quantise.h"
+
+namespace {
+
+// Sums of products of pairs: sum += a.low · b.low + a.high · b.high in each 32-bit lane.
+struct MultiplyAndAdd {
+  static __attribute__((always_inline)) inline void add(VecI& total, VecI a, VecI b) {
+#if defined(__AVX512F__)
+    total += (VecI)_mm512_madd_epi16((__m512i)a, (__m512i)b);
+    asm volatile("" : "+v"(total));
+#elif defined(__AVX2__)
+    total += (VecI)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    // Keeps GCC from moving the next broadcasts up, which would spill the sums.
+    asm volatile("" : "+x"(total));
+#else
+    total += (VecI)_mm_madd_epi16((__m128i)a, (__m128i)b);
+    asm volatile("" : "+x"(total));
+#endif
+  }
+};
+
+#if defined(__AVX512F__)
+// One instruction for both, on CPUs with AVX512_VNNI. As assembly, because the intrinsic would need
+// all of its callers compiled for VNNI.
+struct DotProduct {
+  static __attribute__((always_inline)) inline void add(VecI& total, VecI a, VecI b) {
+    asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
+  }
+};
+#endif
+
+inline VecI load_pairs(const int32_t* p) {
+  VecI v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+// A column of tiles: one panel of the right operand times many of the left, within one block.
+struct TileColumn {
+  const int32_t *left, *right;
+  int64_t pairs;      // a multiple of kPairStep
+  int64_t left_step;  // from one left panel to the next
+  const float *left_scales, *right_scales;
+  float* out;
+  int64_t stride;
+  int64_t rows, cols;  // of the result that exist; cols up to kTileCols
+  const float* bias;   // for these columns, or null
+  bool add;
+};
+
+// Rounded after each step, in this order, on every instruction set (see CMakeLists.txt): the tests
+// compute the same.
+inline Vec scaled(VecI sums, float left, Vec right) {
+  return to_float(sums) * kShrink * left * right;
+}
+
+// Tiles over the edge of the result.
+void store_edge(const Vec (*tile)[kTileVecs], const TileColumn& column, int64_t row) {
+  for (int64_t r = 0; r < kTileRows && row + r < column.rows; r++)
+    for (int64_t c = 0; c < column.cols; c++) {
+      float* to = column.out + (row + r) * column.stride + c;
+      const float bias = column.bias ? column.bias[c] : 0.f;
+      *to = tile[r][c / kWidth][c % kWidth] + (column.add ? *to + bias : bias);
+    }
+}
+
+#define UNROLL_ROWS _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; r++)
+#define UNROLL_VECS _Pragma("GCC unroll 4") for (int v = 0; v < kTileVecs; v++)
+
+// Not inlined: among other code GCC runs out of registers and keeps the sums in memory.
+template <class Step>
+__attribute__((noinline)) void tile_column(const TileColumn& column) {
+  Vec right_scales[kTileVecs], bias[kTileVecs];
+  UNROLL_VECS {
+    right_scales[v] = load(column.right_scales + v * kWidth);
+    bias[v] = column.bias && column.cols == kTileCols ? load(column.bias + v * kWidth) : Vec{};
+  }
+  const int32_t* left = column.left;
+  for (int64_t row = 0; row < column.rows; row += kTileRows) {
+    float* out = column.out + row * column.stride;
+    const bool whole = row + kTileRows <= column.rows && column.cols == kTileCols;
+    if (whole)  // the result's lines arrive while the sums are made
+      UNROLL_ROWS UNROLL_VECS _mm_prefetch((const char*)(out + r * column.stride + v * kWidth),
+                                           _MM_HINT_T0);
+    VecI sums[kTileRows][kTileVecs];
+    UNROLL_ROWS UNROLL_VECS sums[r][v] = VecI{};
+    const int32_t *a = left, *b = column.right, *end = left + column.pairs * kTileRows;
+    for (; a < end; a += kPairStep * kTileRows, b += kPairStep * kTileCols)
+#pragma GCC unroll 4
+      for (int k = 0; k < kPairStep; k++) {
+        VecI right[kTileVecs];
+        UNROLL_VECS right[v] = load_pairs(b + k * kTileCols + v * kWidth);
+        UNROLL_ROWS {
+          const VecI one = splat_i(a[k * kTileRows + r]);
+          UNROLL_VECS Step::add(sums[r][v], one, right[v]);
+        }
+      }
+    left += column.left_step;
+    const float* left_scales = column.left_scales + row;
+    if (whole) {
+      UNROLL_ROWS UNROLL_VECS {
+        float* to = out + r * column.stride + v * kWidth;
+        const Vec start = column.add ? load(to) + bias[v] : bias[v];
+        store(to, scaled(sums[r][v], left_scales[r], right_scales[v]) + start);
+      }
+    } else {
+      Vec tile[kTileRows][kTileVecs];
+      UNROLL_ROWS UNROLL_VECS tile[r][v] = scaled(sums[r][v], left_scales[r], right_scales[v]);
+      store_edge(tile, column, row);
+    }
+  }
+}
+
+typedef void (*ColumnProduct)(const TileColumn&);
+
+bool vnni_allowed = true;
+
+ColumnProduct best_product() {
+#if defined(__AVX512F__)
+  if (vnni_allowed && __builtin_cpu_supports("avx512vnni")) return tile_column<DotProduct>;
+#endif
+  return tile_column<MultiplyAndAdd>;
+}
+
+struct Product {
+  PackedLayout left_layout, right_layout;
+  const void *left, *right;
+  float* out;
+  int64_t out_stride;
+  const float* bias;
+  bool accumulate;
+  ColumnProduct column;
+
+  // A part of the result, in units of panels. One panel of the right operand stays in the
+  // first-level cache while all of the part's left panels, which stay in the second, pass by.
+  void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end) const {
+    for (int64_t b = 0; b < left_layout.blocks; b++)
+      for (int64_t c = col; c < col_end; c++) column_at(b, row, row_end, c);
+  }
+
+  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c) const {
+    const int64_t first_row = row * kTileRows, first_col = c * kTileCols;
+    const int64_t rows = left_layout.vectors, cols = right_layout.vectors - first_col;
+    column({left_layout.pairs(left, b, row), right_layout.pairs(right, b, c),
+            left_layout.pairs_of(b), kTileRows * left_layout.block / 2,
+            left_layout.scales(left, b) + first_row, right_layout.scales(right, b) + first_col,
+            out + first_row * out_stride + first_col, out_stride,
+            (row_end * kTileRows < rows ? row_end * kTileRows : rows) - first_row,
+            cols < kTileCols ? cols : kTileCols, bias && b == 0 ? bias + first_col : nullptr,
+            accumulate || b > 0});
+  }
+
+  // What is left of the sum when there is nothing to add up.
+  void only_bias() const {
+    for (int64_t r = 0; r < left_layout.vectors; r++)
+      for (int64_t c = 0; c < right_layout.vectors; c++) {
+        float& to = out[r * out_stride + c];
+        to = (accumulate ? to : 0.f) + (bias ? bias[c] : 0.f);
+      }
+  }
+};
+
+// How the result is cut into parts for the threads; the cut doesn't change any sum. 96 rows of a
+// left block are 72 KB, well within a second-level cache of 256 KB.
+struct Parts {
+  int64_t rows = 96 / kTileRows, cols = 192 / kTileCols;  // in panels
+  int64_t down, across;
+  Parts(int64_t row_panels, int64_t col_panels, int64_t threads) {
+    cut(row_panels, col_panels);
+    // Four parts a thread, so that one that is held up can leave its share to the others.
+    while (cols > 1 && down * across < 4 * threads) cols /= 2, cut(row_panels, col_panels);
+    while (rows > 4 && down * across < 4 * threads) rows /= 2, cut(row_panels, col_panels);
+  }
+  void cut(int64_t row_panels, int64_t col_panels) {
+    down = (row_panels + rows - 1) / rows;
+    across = (col_panels + cols - 1) / cols;
+  }
+};
+
+}  // namespace
+
+void KERNEL(int16_allow_vnni)(int64_t allowed) { vnni_allowed = allowed; }
+
+void KERNEL(int16_product)(const void* left, const void* right, float* out, int64_t out_stride,
+                           int64_t rows, int64_t cols, int64_t depth, const float* bias,
+                           int64_t accumulate) {
+  const Product product = {PackedLayout(rows, depth, kLeft),
+                           PackedLayout(cols, depth, kRight),
+                           left,
+                           right,
+                           out,
+                           out_stride,
+                           bias,
+                           accumulate != 0,
+                           best_product()};
+  if (depth == 0) return product.only_bias();
+  const int64_t row_panels = product.left_layout.panels(),
+                col_panels = product.right_layout.panels();
+  const bool parallel = rows * cols * depth > 65536;  // below that, starting threads costs more
+  const Parts parts(row_panels, col_panels, parallel ? omp_get_max_threads() : 1);
+#pragma omp parallel for schedule(dynamic) if (parallel)
+  for (int64_t part = 0; part < parts.down * parts.across; part++) {
+    const int64_t r = part / parts.across * parts.rows, c = part % parts.across * parts.cols;
+    product.compute(r, r + parts.rows < row_panels ? r + parts.rows : row_panels, c,
+                    c + parts.cols < col_panels ? c + parts.cols : col_panels);
+  }
+}
