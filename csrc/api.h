@@ -53,6 +53,29 @@ CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(
     const float* grad_sum, float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
     float* grad_bias, int64_t rows, int64_t cols, float p, uint64_t key);
 
+// Where in `ids` the first one outside 0 … limit - 1 is, or -1.
+CPUTRAIN_EXPORT void KERNEL(find_outside)(const int64_t* ids, int64_t count, int64_t limit,
+                                          int64_t* place);
+
+// out = dropout(LayerNorm(word[word_ids] + position[position_ids] + type[type_ids])); position and its ids, type
+// and its ids or null. Ids must be inside their tables.
+CPUTRAIN_EXPORT void KERNEL(embed)(const float* word, const int64_t* word_ids, const float* position,
+                                   const int64_t* position_ids, const float* type,
+                                   const int64_t* type_ids, const float* weight, const float* beta,
+                                   float* out, float* mean, float* rstd, int64_t rows, int64_t cols,
+                                   float eps, float p, uint64_t key);
+
+// grad_sum (rows × cols) is the gradient of the sum of the three rows.
+CPUTRAIN_EXPORT void KERNEL(embed_backward)(
+    const float* grad_out, const float* word, const int64_t* word_ids, const float* position,
+    const int64_t* position_ids, const float* type, const int64_t* type_ids, const float* mean,
+    const float* rstd, const float* weight, float* grad_sum, float* grad_weight, float* grad_beta,
+    int64_t rows, int64_t cols, float p, uint64_t key);
+
+// grad_table[ids[r]] += grad[r], in the order of the rows, but not where the id is `skipped` (-1: none).
+CPUTRAIN_EXPORT void KERNEL(embedding_grad)(const float* grad, const int64_t* ids, float* grad_table,
+                                            int64_t rows, int64_t cols, int64_t skipped);
+
 // The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of pointers.
 //
 // One step of Adam (weight decay added to the gradient) or AdamW (`decoupled`), with stock PyTorch's

@@ -1,0 +1,151 @@
+"""Embeddings: the sum of up to three tables' rows, LayerNorm and dropout in one pass.
+
+The gradients of the tables are dense, as stock's, but only rows in use are worked on. The sum is gathered again in the
+backward rather than kept.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cputrain import native
+from cputrain.ops import layer_norm
+from cputrain.ops.dropout import draw_key
+from cputrain.ops.operands import address, contiguous, require_float32, require_size
+
+# Which row of each table gets no gradient: word, position, token type.
+PaddingRows = tuple[int | None, int | None, int | None]
+
+
+def embedding_grad(grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: int | None) -> Tensor:
+    """The gradient of a table of `num_rows` rows, of which row ids[i] got grad_rows[i]; for plain nn.Embedding, too."""
+    grad_rows = grad_rows.reshape(-1, grad_rows.shape[-1]).contiguous()
+    ids = _flat_ids(ids)
+    grad = grad_rows.new_zeros(num_rows, grad_rows.shape[-1])
+    native.kernels().embedding_grad(
+        *map(address, (grad_rows, ids, grad)), *grad_rows.shape, _row_number(padding_idx, num_rows)
+    )
+    return grad
+
+
+def _flat_ids(ids: Tensor) -> Tensor:
+    return ids.reshape(-1).to(torch.int64).contiguous()
+
+
+def _row_number(padding_idx: int | None, num_rows: int) -> int:
+    """-1, which is no row's number, for none; stock counts negative ones from the end."""
+    if padding_idx is None:
+        return -1
+    return padding_idx if padding_idx >= 0 else num_rows + padding_idx
+
+
+def _check_ids(name: str, ids: Tensor, rows: int, table: Tensor) -> None:
+    require_size("embed", (rows,), **{name: ids})
+    place = ctypes.c_int64()
+    native.kernels().find_outside(address(ids), rows, table.shape[0], ctypes.addressof(place))
+    if place.value >= 0:
+        raise IndexError(
+            f"index out of range in self: {name} has {int(ids[place.value])} at {place.value}, "
+            f"but its table has {table.shape[0]} rows."
+        )
+
+
+class _Embed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, word, position, token_type, weight, bias, word_ids, position_ids, type_ids, options):
+        eps, ctx.p, ctx.key, ctx.padding = options
+        word, position, token_type, weight, bias = contiguous(word, position, token_type, weight, bias)
+        rows, cols = len(word_ids), word.shape[1]
+        out, mean, rstd = word.new_empty(rows, cols), word.new_empty(rows), word.new_empty(rows)
+        native.kernels().embed(
+            *map(address, (word, word_ids, position, position_ids, token_type, type_ids, weight, bias)),
+            *map(address, (out, mean, rstd)),
+            *(rows, cols, eps, ctx.p, ctx.key),
+        )
+        ctx.save_for_backward(word, position, token_type, weight, word_ids, position_ids, type_ids, mean, rstd)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_out):
+        word, position, token_type, weight, word_ids, position_ids, type_ids, mean, rstd = ctx.saved_tensors
+        grad_out = grad_out.contiguous()
+        grad_sum, grad_weight, grad_bias = (
+            torch.empty_like(grad_out),
+            torch.empty_like(weight),
+            torch.empty_like(weight),
+        )
+        native.kernels().embed_backward(
+            *map(address, (grad_out, word, word_ids, position, position_ids, token_type, type_ids)),
+            *map(address, (mean, rstd, weight, grad_sum, grad_weight, grad_bias)),
+            *(*grad_out.shape, ctx.p, ctx.key),
+        )
+        tables, ids = (word, position, token_type), (word_ids, position_ids, type_ids)
+        grads = [
+            embedding_grad(grad_sum, i, table.shape[0], padding) if needed else None
+            for table, i, padding, needed in zip(tables, ids, ctx.padding, ctx.needs_input_grad[:3], strict=True)
+        ]
+        return *grads, grad_weight, grad_bias, None, None, None, None
+
+
+def _ids_of(name: str, ids: Tensor | None, table: Tensor | None, word: Tensor, word_ids: Tensor) -> Tensor | None:
+    if table is None:
+        return None
+    require_size("embed", (table.shape[0], word.shape[1]), **{f"the table of {name}": table})
+    flat = torch.zeros_like(word_ids) if ids is None else _flat_ids(ids)
+    _check_ids(name, flat, len(word_ids), table)
+    return flat
+
+
+def embed(
+    input_ids: Tensor,
+    token_type_ids: Tensor | None,
+    position_ids: Tensor | None,
+    word: Tensor,
+    position: Tensor | None,
+    token_type: Tensor | None,
+    ln_weight: Tensor,
+    ln_bias: Tensor,
+    eps: float,
+    p: float,
+    padding_idx: PaddingRows = (None, None, None),
+) -> Tensor:
+    """dropout(LayerNorm(word + position + type)), one row per id; a table without ids means its row 0."""
+    require_float32("embed", word=word, position=position, token_type=token_type, ln_weight=ln_weight, ln_bias=ln_bias)
+    require_size("embed", tuple(word.shape[1:]), ln_weight=ln_weight, ln_bias=ln_bias)
+    word_ids = _flat_ids(input_ids)
+    _check_ids("input_ids", word_ids, len(word_ids), word)
+    other_ids = (
+        _ids_of("position_ids", position_ids, position, word, word_ids),
+        _ids_of("token_type_ids", token_type_ids, token_type, word, word_ids),
+    )
+    options = (eps, p, draw_key() if p > 0 else 0, padding_idx)
+    return _Embed.apply(word, position, token_type, ln_weight, ln_bias, word_ids, *other_ids, options)
+
+
+def plain(
+    input_ids,
+    token_type_ids,
+    position_ids,
+    word,
+    position,
+    token_type,
+    ln_weight,
+    ln_bias,
+    eps,
+    padding_idx,
+    factors=None,
+):
+    """The same in PyTorch; `factors` is what dropout multiplies by."""
+    tables = zip((word, position, token_type), (input_ids, position_ids, token_type_ids), padding_idx, strict=True)
+    rows = [
+        torch.nn.functional.embedding(torch.zeros_like(input_ids) if i is None else i, table, padding).flatten(0, -2)
+        for table, i, padding in tables
+        if table is not None
+    ]
+    out = layer_norm.plain(sum(rows[1:], rows[0]), ln_weight, ln_bias, eps)
+    return out if factors is None else out * factors
