@@ -23,8 +23,8 @@ Padding = Literal["drop", "keep"]
 _RECORD = "_cputrain"
 # The optimizer that was taken over together with a model; not in the record, because a copy has no share in it.
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-# Models that hold our clip_grad_norm_ in its place, until the last of them is restored.
-_clipped: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+# What releases a model's share in our clip_grad_norm_, called when it is restored or collected; a copy has none.
+_clipping: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 
 
 def _optimizer_of(model: nn.Module) -> Optimizer | None:
@@ -103,6 +103,11 @@ def explain(model: nn.Module) -> Explanation:
     return Explanation(facts, explain_patches(record.patches))
 
 
+def is_optimized(model: nn.Module) -> bool:
+    """Whether `optimize` was called on this model, and not undone since."""
+    return model.__dict__.get(_RECORD) is not None
+
+
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
     _undo_model(model)
@@ -146,19 +151,16 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
     except BaseException:
         _undo_model(model)
         raise
-    if not _clipped:
-        clipping.install()
-    _clipped.add(model)
+    clipping.install()
+    _clipping[model] = weakref.finalize(model, clipping.uninstall)
 
 
 def _undo_model(model: nn.Module) -> None:
     record: Record | None = model.__dict__.pop(_RECORD, None)
     if record is not None:
         record.patches.undo()
-    if model in _clipped:
-        _clipped.discard(model)
-        if not _clipped:
-            clipping.uninstall()
+    if model in _clipping:
+        _clipping.pop(model)()
 
 
 def _padding_reason(record: Record) -> str:

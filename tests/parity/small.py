@@ -50,7 +50,9 @@ def assert_close(ours: dict[str, Tensor | None], stock: dict[str, Tensor | None]
     largest = max(float(g.abs().max()) for g in stock.values() if g is not None)
     for name, grad in stock.items():
         if grad is not None:
-            torch.testing.assert_close(ours[name], grad, rtol=1e-3, atol=scale * largest, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(
+                ours[name], grad, rtol=1e-3, atol=scale * largest, msg=lambda m, n=name: f"{n}: {m}"
+            )
 
 
 def what_runs(model: nn.Module, name: str) -> str:

@@ -18,9 +18,8 @@ from torch.utils._pytree import tree_map
 
 from cputrain.layers.patch import (
     Patches,
-    first,
     global_hook_obstacle,
-    module_obstacle,
+    parts_obstacle,
     step_aside,
     tensor_obstacle,
     untouched,
@@ -137,12 +136,12 @@ def _obstacle(module: nn.Module) -> str | None:
     tables, norms, dropouts = _parts(module)
     if any(table.max_norm is not None or table.scale_grad_by_freq or table.sparse for table in tables):
         return "an embedding has max_norm, scale_grad_by_freq or sparse"
-    return first(
-        tensor_obstacle(*(part.weight for part in (*tables, *norms))),
-        global_hook_obstacle(),
-        *(module_obstacle(part, nn.Embedding) for part in tables),
-        *(module_obstacle(part, nn.LayerNorm) for part in norms),
-        *(module_obstacle(part, nn.Dropout) for part in dropouts),
+    return (
+        parts_obstacle(tables, nn.Embedding)
+        or parts_obstacle(norms, nn.LayerNorm)
+        or parts_obstacle(dropouts, nn.Dropout)
+        or global_hook_obstacle()
+        or tensor_obstacle(*(part.weight for part in (*tables, *norms)))
     )
 
 

@@ -13,7 +13,6 @@ from cputrain.layers import heads
 from cputrain.layers.activations import activation_kind
 from cputrain.layers.patch import (
     Patches,
-    first,
     global_hook_obstacle,
     outputs_to_record,
     parameter_names,
@@ -52,12 +51,10 @@ def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, opti
         return "a cache or cross-attention is in use"
     if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
-    return first(
-        tensor_obstacle(hidden_states),
-        global_hook_obstacle(),
-        _hook_obstacle(encoder),
-        None if can_go_ragged(encoder) else "its parts have changed, and it can't do without padding any more",
-    )
+    reason = tensor_obstacle(hidden_states) or global_hook_obstacle() or _hook_obstacle(encoder)
+    if reason is None and not can_go_ragged(encoder):
+        return "its parts have changed, and it can't do without padding any more"
+    return reason
 
 
 def ragged_forward(

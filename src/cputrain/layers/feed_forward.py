@@ -16,10 +16,10 @@ from cputrain.layers import residual
 from cputrain.layers.activations import activation_kind
 from cputrain.layers.patch import (
     Patches,
-    first,
     global_hook_obstacle,
     module_obstacle,
     parameter_names,
+    parts_obstacle,
     step_aside,
     tensor_obstacle,
 )
@@ -38,11 +38,11 @@ def _activation_obstacle(module: nn.Module) -> str | None:
 
 
 def _intermediate_obstacle(module: nn.Module, x: Tensor) -> str | None:
-    return first(
-        module_obstacle(module.dense, nn.Linear),
-        _activation_obstacle(module.intermediate_act_fn),
-        global_hook_obstacle(),
-        tensor_obstacle(x, module.dense.weight),
+    return (
+        module_obstacle(module.dense, nn.Linear)
+        or _activation_obstacle(module.intermediate_act_fn)
+        or global_hook_obstacle()
+        or tensor_obstacle(x, module.dense.weight)
     )
 
 
@@ -69,11 +69,11 @@ def _is_intermediate(module: nn.Module) -> bool:
 
 
 def _chunk_obstacle(layer: nn.Module, x: Tensor) -> str | None:
-    return first(
-        module_obstacle(layer.intermediate),
-        module_obstacle(layer.output),
-        _intermediate_obstacle(layer.intermediate, x),
-        residual.obstacle(layer.output, x, x),
+    return (
+        module_obstacle(layer.intermediate)
+        or module_obstacle(layer.output)
+        or _intermediate_obstacle(layer.intermediate, x)
+        or residual.obstacle(layer.output, x, x)
     )
 
 
@@ -135,13 +135,12 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
     reason = "its parts have changed" if parts is None else None
     if parts is not None:
         up, activation, down, dropout = parts
-        reason = first(
-            tensor_obstacle(hidden_states, up.weight, down.weight),
-            global_hook_obstacle(),
-            module_obstacle(up),
-            module_obstacle(down),
-            module_obstacle(activation),
-            None if dropout is None else module_obstacle(dropout),
+        reason = (
+            parts_obstacle((up, down), nn.Linear)
+            or module_obstacle(activation)
+            or (dropout and module_obstacle(dropout))
+            or global_hook_obstacle()
+            or tensor_obstacle(hidden_states, up.weight, down.weight)
         )
     if reason is not None:
         step_aside(self, reason)

@@ -12,7 +12,7 @@ import inspect
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -175,12 +175,9 @@ def outputs_to_record(module: nn.Module) -> set[str]:
     return asked if collector is None else asked | set(collector.get() or ())
 
 
-def first(*obstacles: str | None) -> str | None:
-    """The first obstacle that is one."""
-    for obstacle in obstacles:
-        if obstacle is not None:
-            return obstacle
-    return None
+def parts_obstacle(parts: Iterable[nn.Module], kind: type) -> str | None:
+    """The first part that must be called rather than bypassed."""
+    return next((reason for part in parts if (reason := module_obstacle(part, kind))), None)
 
 
 def parameter_names(method: Callable) -> list[str]:

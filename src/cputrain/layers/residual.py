@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import Patches, first, global_hook_obstacle, module_obstacle, step_aside, tensor_obstacle
+from cputrain.layers.patch import Patches, global_hook_obstacle, module_obstacle, step_aside, tensor_obstacle
 from cputrain.layers.probe import agrees, pattern
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
@@ -14,25 +15,27 @@ from cputrain.ops.residual_block import residual_block
 
 def obstacle(block: nn.Module, x: Tensor, residual: Tensor) -> str | None:
     """Why the fused block can't stand in for this one now."""
-    return first(
-        module_obstacle(block.dense, nn.Linear),
-        module_obstacle(block.dropout, nn.Dropout),
-        module_obstacle(block.LayerNorm, nn.LayerNorm),
-        global_hook_obstacle(),
-        tensor_obstacle(x, residual, block.dense.weight, block.LayerNorm.weight),
-        norm_obstacle(block.dense, block.LayerNorm),
-        None if x.shape[:-1] == residual.shape[:-1] else "input and residual differ in shape",
-        None if residual.shape[-1:] == block.LayerNorm.normalized_shape else "the residual has another width",
+    reason = ending_obstacle(block.dense, block.dropout, block.LayerNorm) or tensor_obstacle(x, residual)
+    if reason is None and residual.shape != (*x.shape[:-1], block.dense.weight.shape[0]):
+        return "input and residual differ in shape"
+    return reason
+
+
+def ending_obstacle(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> str | None:
+    """Why linear, dropout, residual and LayerNorm can't run as one; sizes that don't fit are stock's to complain of."""
+    reason = (
+        module_obstacle(dense, nn.Linear)
+        or module_obstacle(dropout, nn.Dropout)
+        or module_obstacle(norm, nn.LayerNorm)
+        or global_hook_obstacle()
+        or tensor_obstacle(dense.weight, norm.weight)
     )
-
-
-def norm_obstacle(dense: nn.Linear, norm: nn.LayerNorm) -> str | None:
-    """The kernels check no sizes: what doesn't fit is stock's to complain about."""
-    sizes = [dense.weight.shape[:1], norm.normalized_shape]
-    sizes += [p.shape for p in (dense.bias, norm.weight, norm.bias) if p is not None]
+    if reason is not None:
+        return reason
     if norm.weight is None or norm.bias is None:
         return "its LayerNorm has no weight or bias"
-    return None if all(size == sizes[0] for size in sizes) else "its linear layer and LayerNorm differ in size"
+    sizes = {dense.weight.shape[:1], *(p.shape for p in (dense.bias, norm.weight, norm.bias) if p is not None)}
+    return None if sizes == {torch.Size(norm.normalized_shape)} else "its linear layer and LayerNorm differ in size"
 
 
 def dropout_rate(dropout: nn.Module) -> float:

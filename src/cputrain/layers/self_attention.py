@@ -14,16 +14,15 @@ from torch import Tensor, nn
 from cputrain.layers import attention as registry
 from cputrain.layers.patch import (
     Patches,
-    first,
     global_hook_obstacle,
-    module_obstacle,
     outputs_to_record,
     parameter_names,
+    parts_obstacle,
     step_aside,
     tensor_obstacle,
 )
 from cputrain.layers.probe import agrees, pattern, quietly, random_rows
-from cputrain.layers.residual import dropout_rate
+from cputrain.layers.residual import dropout_rate, ending_obstacle
 from cputrain.ops.attention import packed_attention
 from cputrain.ops.linear import flat, joined_linear
 from cputrain.ops.residual_block import residual_block
@@ -72,27 +71,23 @@ def _obstacle(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]
         return "its parts have changed"
     if args or x.dim() != 3:
         return "it was called with more than hidden states and a mask"
-    return first(
-        tensor_obstacle(x, *(part.weight for part in triple if isinstance(part, nn.Linear))),
-        registry.asked_for(options),
-        "attention weights were asked for" if "attentions" in outputs_to_record(module) else None,
-        global_hook_obstacle(),
-        *(module_obstacle(part, nn.Linear) for part in triple),
-        None if _alike(triple) else "query, key and value differ in shape or bias",
-        *(_norm_ending_obstacles(module) if _ends_in_norm(module) else ()),
+    if "attentions" in outputs_to_record(module):
+        return "attention weights were asked for"
+    reason = (
+        parts_obstacle(triple, nn.Linear)
+        or registry.asked_for(options)
+        or global_hook_obstacle()
+        or tensor_obstacle(x, *(part.weight for part in triple))
     )
+    if reason is None and not _alike(triple):
+        return "query, key and value differ in shape or bias"
+    if reason is None and _ends_in_norm(module):
+        return ending_obstacle(module.dense, module.output_dropout, module.LayerNorm)
+    return reason
 
 
 def _alike(triple: list[nn.Module]) -> bool:
     return len({part.weight.shape for part in triple}) == 1 and len({part.bias is None for part in triple}) == 1
-
-
-def _norm_ending_obstacles(module: nn.Module) -> list[str | None]:
-    return [
-        module_obstacle(module.dense, nn.Linear),
-        module_obstacle(module.output_dropout, nn.Dropout),
-        module_obstacle(module.LayerNorm, nn.LayerNorm),
-    ]
 
 
 def fused_forward(
