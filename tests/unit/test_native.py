@@ -122,3 +122,33 @@ def test_the_compiler_and_the_choice_agree_on_what_an_instruction_set_needs() ->
 @pytest.mark.parametrize("name", ["-march", "-mtune=native"])
 def test_nothing_is_compiled_for_the_build_host(name: str) -> None:
     assert name not in (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+
+
+def run_in_fresh_process(code: str) -> str:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_one_openmp_runtime_serves_torch_and_the_kernels() -> None:
+    code = """
+import torch
+from cputrain.ops.dropout import dropout
+dropout(torch.ones(512, 512), 0.5) @ torch.ones(512, 512)
+maps = open("/proc/self/maps").read().split()
+print(sorted({path for path in maps if "libgomp" in path or "libiomp" in path or "libomp" in path}))
+"""
+    assert run_in_fresh_process(code).count(".so") == 1
+
+
+def test_torch_sets_the_number_of_threads() -> None:
+    """Counted as the kernel sees them: the threads of a process that has run nothing but one of ours."""
+    code = """
+import os, torch
+from cputrain.ops.dropout import dropout
+for threads in (1, 3):
+    torch.set_num_threads(threads)
+    x = x if threads > 1 else torch.ones(512, 512)
+    before = len(os.listdir("/proc/self/task"))
+    dropout(x, 0.5)
+    print(len(os.listdir("/proc/self/task")) - before)
+"""
+    assert run_in_fresh_process(code).split() == ["0", "2"]
