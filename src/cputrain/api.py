@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cputrain import memory, native, precision
 from cputrain.explanation import Explanation, explain_patches
-from cputrain.layers import attention_config, recognise
+from cputrain.layers import attention_config, encoder, heads, recognise
 from cputrain.layers.patch import Patches
 from cputrain.optimizers import clipping, takeover
 
@@ -89,6 +89,7 @@ def optimize(
 
 def explain(model: nn.Module) -> Explanation:
     """What was replaced in `model`, what was not, and why; `print` it."""
+    _check_module(model)
     record: Record | None = model.__dict__.get(_RECORD)
     if record is None:
         return Explanation([("model", type(model).__name__, "as stock: cputrain.optimize was not called on it")], [])
@@ -110,6 +111,7 @@ def is_optimized(model: nn.Module) -> bool:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
+    _check_module(model)
     _undo_model(model)
     optimizer = _optimizer_of(model)
     if optimizer is not None:
@@ -118,18 +120,21 @@ def restore(model: nn.Module) -> nn.Module:
     return model
 
 
-def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
+def _check_module(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise ValueError(f"optimize takes a torch.nn.Module, found {type(model).__name__}.")
+        raise ValueError(f"the model must be a torch.nn.Module, found {type(model).__name__}.")
+
+
+def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
+    _check_module(model)
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         raise ValueError(f"the optimizer must be a torch.optim.Optimizer, found {type(optimizer).__name__}.")
     if padding not in ("drop", "keep"):
         raise ValueError(f"padding must be 'drop' or 'keep', found {padding!r}.")
-    for name, parameter in model.named_parameters():
-        if parameter.device.type != "cpu":
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.device.type != "cpu":
             raise ValueError(
-                f"cputrain works on the CPU, but parameter {name!r} is on {parameter.device}; "
-                "call model.to('cpu') first."
+                f"cputrain works on the CPU, but {name!r} is on {tensor.device}; call model.to('cpu') first."
             )
     if optimizer is not None:
         own = {id(parameter) for parameter in model.parameters()}
@@ -166,9 +171,8 @@ def _undo_model(model: nn.Module) -> None:
 def _padding_reason(record: Record) -> str:
     if record.padding == "keep":
         return "asked for: stock's padded numbers"
-    if any("padding dropped" in entry.what for entry in record.patches.replaced):
-        return (
-            "real tokens only between embeddings and head; hidden states at padded positions are 0, "
-            "span logits there the lowest finite value"
-        )
-    return "stays: no encoder was recognised that can do without"
+    done = {entry.what for entry in record.patches.replaced}
+    spans = "; span logits at padded positions get the lowest finite value" if heads.SPAN in done else ""
+    if encoder.DROPPED in done:
+        return f"real tokens only between embeddings and head; hidden states and token logits at padding are 0{spans}"
+    return f"stays inside the model: no encoder was recognised that can do without{spans}"

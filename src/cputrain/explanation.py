@@ -44,7 +44,7 @@ def explain_patches(patches: Patches) -> list[Row]:
         if not callable(entry.value) or entry.module in inside:
             continue  # a part of a block runs by itself only while the block steps aside
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
-        what = entry.what if aside is None else f"stock's since {aside}; else {entry.what}"
+        what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"
         counts[(_pattern(entry.name), type(entry.module).__name__, what)] += 1
     for name, kind, reason in patches.left:
         counts[(_pattern(name), kind, f"left alone: {reason}")] += 1

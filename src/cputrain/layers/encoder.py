@@ -23,6 +23,8 @@ from cputrain.layers.patch import (
 from cputrain.layers.probe import REFUSALS, quietly, random_rows
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
 
+DROPPED = "padding dropped between embeddings and head"
+
 # Leaves that work on each token alone. (An empty ParameterDict is what LoRA leaves in a layer without embeddings.)
 _TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ModuleDict, nn.ModuleList)
 
@@ -140,5 +142,5 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if not can_go_ragged(module):
         patches.leave(name, module, "padding stays: it doesn't give the same without padding")
         return False
-    patches.bind(name, module, "forward", ragged_forward, "padding dropped between embeddings and head")
+    patches.bind(name, module, "forward", ragged_forward, DROPPED)
     return True

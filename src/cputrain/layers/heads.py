@@ -87,10 +87,10 @@ def take_over_spans(model: nn.Module, patches: Patches) -> None:
             patches.leave(name, module, "span logits of padded positions stay: a forward was replaced on the instance")
             continue
         patches.bind(name, module, "forward", model_forward, "hands its mask to the span head")
-        patches.bind(_join(name, "qa_outputs"), head, "forward", span_head_forward, _SPAN)
+        patches.bind(_join(name, "qa_outputs"), head, "forward", span_head_forward, SPAN)
 
 
-_SPAN = "real tokens only; padded positions get the lowest span logit"
+SPAN = "real tokens only; padded positions get the lowest span logit"
 _TOKEN = "real tokens only, where it gets a row for each; 0 at padded positions"
 
 
