@@ -1,0 +1,88 @@
+"""Freed memory stays with the process, until it is released; other allocators are left alone."""
+
+from __future__ import annotations
+
+import resource
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from cputrain import memory
+
+MB = 1 << 20
+
+
+@pytest.fixture
+def kept():
+    record = memory.keep_freed_memory()
+    yield record
+    memory.release()
+
+
+def faults_of_a_large_buffer(size: int = 48 * MB) -> int:
+    """48 MB are 12,288 pages, and above every threshold that glibc adapts to."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(size, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+
+def resident() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+@pytest.mark.skipif(bool(memory._obstacle()), reason=memory._obstacle())
+def test_a_freed_buffer_is_used_again(kept):
+    assert kept.active
+    faults_of_a_large_buffer(64 * MB)  # larger, because an aligned block needs a little more than its size
+    assert faults_of_a_large_buffer() < 200
+    assert memory.keep_freed_memory() == kept
+
+
+@pytest.mark.skipif(bool(memory._obstacle()), reason=memory._obstacle())
+def test_release_gives_it_back(kept):
+    faults_of_a_large_buffer()
+    before = resident()
+    memory.release()
+    assert resident() < before - 32 * MB
+    assert faults_of_a_large_buffer() > 10000
+    assert faults_of_a_large_buffer() > 10000
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (("sys.platform", "darwin"), "darwin"),
+        (("platform.libc_ver", lambda: ("", "")), "isn't glibc"),
+        (("cputrain.memory._home_of", lambda name: f"lib{name}.so"), "libmalloc.so"),
+    ],
+)
+def test_what_isnt_glibcs_is_left_alone(monkeypatch, changed, words):
+    monkeypatch.setattr(memory, "_set", lambda options: pytest.fail("mallopt was called"))
+    monkeypatch.setattr(*changed)
+    record = memory.keep_freed_memory()
+    assert not record.active
+    assert words in record.reason
+    memory.release()
+
+
+def test_a_preloaded_allocator_is_recognised(tmp_path):
+    """A library that brings a malloc of its own, as tcmalloc and jemalloc do."""
+    source = tmp_path / "own.c"
+    source.write_text(
+        "void *__libc_malloc(unsigned long);\nvoid *malloc(unsigned long n) { return __libc_malloc(n); }\n"
+    )
+    library = tmp_path / "libown_malloc.so"
+    compiled = subprocess.run(["cc", "-shared", "-fPIC", "-o", library, source], capture_output=True, text=True)
+    assert compiled.returncode == 0, compiled.stderr
+    script = "from cputrain import memory; print(memory.keep_freed_memory().reason)"
+    path = ":".join(sys.path)
+    answer = subprocess.run(
+        [sys.executable, "-c", script],
+        env={"LD_PRELOAD": str(library), "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert "libown_malloc.so" in answer.stdout, answer.stderr
