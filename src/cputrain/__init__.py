@@ -9,11 +9,21 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cputrain.api import explain, optimize, restore
+    from cputrain.integrations.accelerate import Accelerator
+    from cputrain.integrations.trainer import Trainer
+    from cputrain.integrations.training_arguments import TrainingArguments
 
 # Loaded when first asked for: `import cputrain` costs nothing, and the command line can answer without torch.
-_HOME_OF = {"optimize": "cputrain.api", "explain": "cputrain.api", "restore": "cputrain.api"}
+_HOME_OF = {
+    "optimize": "cputrain.api",
+    "explain": "cputrain.api",
+    "restore": "cputrain.api",
+    "Accelerator": "cputrain.integrations.accelerate",
+    "Trainer": "cputrain.integrations.trainer",
+    "TrainingArguments": "cputrain.integrations.training_arguments",
+}
 
-__all__ = ["__version__", "explain", "optimize", "restore"]
+__all__ = ["Accelerator", "Trainer", "TrainingArguments", "__version__", "explain", "optimize", "restore"]
 
 
 def __getattr__(name: str) -> object:

@@ -36,6 +36,7 @@ MAY_IMPORT = {
     "cluster": ["hardware"],
     "report": [],
     "integrations": ["api", "distributed"],
+    "compat": ["integrations"],
     "cli": ["launch", "cluster", "report", "integrations"],
     "__main__": ["cli"],
 }

@@ -11,6 +11,8 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from cputrain.integrations import compat
+
 if TYPE_CHECKING:  # importlib.abc would cost more than all the rest of `cputrain run`
     from collections.abc import Sequence
     from importlib.abc import Loader
@@ -30,6 +32,7 @@ def activate() -> None:
         return
     late = [name for name in _OURS if name in sys.modules]
     sys.meta_path.insert(0, _Watcher())
+    compat.install()
     for name in late:
         importlib.import_module(_OURS[name])
 

@@ -9,7 +9,7 @@ logger = logging.getLogger("cputrain")
 
 
 class Refused(ValueError):
-    """The user asked for what can't be done. Under `cputrain run` the sentence is all that is shown, and 2 the exit code."""
+    """The user asked for what can't be done. `cputrain run` shows the sentence alone, and ends with 2."""
 
 
 @functools.cache

@@ -1,0 +1,136 @@
+"""Accelerate's `Accelerator`, whose `prepare` also optimises the models and the optimizers that it is given.
+
+Trainer calls `prepare` too, so this is the one place where either kind of script is taken over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import accelerate.accelerator as stock
+from accelerate.utils import DistributedType, DynamoBackend
+from torch import nn
+from torch.optim import Optimizer
+
+from cputrain import hardware
+from cputrain.integrations import hook, settings
+from cputrain.integrations.notices import Refused, mention_once, say_once
+
+_OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
+_BF16_SETS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last is ARM's
+
+
+class Accelerator(stock.Accelerator):
+    """Stock's, with models and optimizers optimised in place before stock's own `prepare` sees them."""
+
+    # Why models are left as they are, or None if they are optimised.
+    _why_stock: str | None = None
+    _stock_autocasts = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._stock_autocasts = self.native_amp
+        self._decide(use_ipex=None)
+
+    @classmethod
+    def adopt(cls, accelerator: stock.Accelerator, use_ipex: bool | None) -> None:
+        """Makes the accelerator that Trainer created one of ours; `use_ipex=False` is a script's wish for stock."""
+        if type(accelerator) is stock.Accelerator and not isinstance(accelerator, cls):
+            accelerator.__class__ = cls
+            accelerator._stock_autocasts = accelerator.native_amp
+        if isinstance(accelerator, cls):
+            accelerator._decide(use_ipex)
+        else:
+            say_once(f"{type(accelerator).__name__} isn't Accelerate's own class: the training runs as stock")
+
+    def _decide(self, use_ipex: bool | None) -> None:
+        self._why_stock = _why_stock(self, use_ipex)
+        if self._why_stock is None and self.mixed_precision == "fp16":
+            raise Refused("fp16 doesn't train on CPUs: write bf16, which runs in the fastest precision of this CPU.")
+        # Autocast would take every product away from our kernels, and is emulated where the CPU has no bf16.
+        self.native_amp = self._stock_autocasts if self._why_stock else False
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        _optimise(self, args)
+        return super().prepare(*args, **kwargs)
+
+    def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+        """`prepare` comes through here too; Trainer comes here alone if it evaluates without training."""
+        _optimise(self, [model])
+        return super().prepare_model(model, *args, **kwargs)
+
+
+def _why_stock(accelerator: stock.Accelerator, use_ipex: bool | None) -> str | None:
+    if use_ipex is None and os.environ.get("ACCELERATE_USE_IPEX", "").lower() in ("false", "0", "no"):
+        use_ipex = False
+    if use_ipex is False:
+        return "IPEX is off (use_ipex, or ipex in the configuration)"
+    if accelerator.device.type != "cpu":
+        return f"it runs on {accelerator.device}; --use_cpu or Accelerator(cpu=True) chooses the CPU"
+    if accelerator.distributed_type in _OTHER_ENGINES:
+        return f"{accelerator.distributed_type.value} has its own way with models"
+    dynamo = getattr(accelerator.state, "dynamo_plugin", None)
+    if dynamo is not None and dynamo.backend not in (None, DynamoBackend.NO):
+        return "torch.compile was asked for, and fuses by itself"
+    return None
+
+
+def _optimise(accelerator: Accelerator, objects: Iterable[object]) -> None:
+    """Models with their optimizers, whatever the order in which they stand."""
+    objects = list(objects)
+    models = [item for item in objects if isinstance(item, nn.Module)]
+    optimizers = [item for item in objects if isinstance(item, Optimizer)]
+    if not models and not optimizers:
+        return
+    if accelerator._why_stock:
+        _say_why_stock(accelerator)
+        return
+    from cputrain import api  # here: a script that only imports accelerate shouldn't wait for our layers
+    from cputrain.optimizers import takeover
+
+    for model in models:
+        if not api.is_optimized(model):
+            own = next((optimizer for optimizer in optimizers if _trains(optimizer, model)), None)
+            _optimise_model(model, own, accelerator.mixed_precision == "bf16")
+    for optimizer in optimizers:  # of models that came earlier, or a second one for the same model
+        takeover.take_over(optimizer)
+
+
+def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -> None:
+    from cputrain import api
+    from cputrain.native import LibraryError
+
+    name = type(model).__name__
+    dtype, padding = settings.precision(script_asks_for_bf16=bf16), settings.padding()
+    try:
+        if optimizer is None:
+            api.optimize(model, dtype=dtype, padding=padding)
+        else:
+            api.optimize(model, optimizer, dtype=dtype, padding=padding)
+    except LibraryError as error:  # a broken installation, which the user must hear of
+        raise Refused(str(error)) from None
+    except ValueError as error:
+        say_once(f"{name} trains as stock: {error}")
+        return
+    explanation = api.explain(model)
+    if all(how.startswith("left alone") for _, _, how in explanation.modules):
+        say_once(f"{name} trains as stock: cputrain.explain(model) says what it looked for")
+    else:
+        mention_once(f"{name} is optimised: " + ", ".join(f"{what} {value}" for what, value, _ in explanation.facts))
+
+
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    own = {id(parameter) for parameter in model.parameters()}
+    return any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _say_why_stock(accelerator: Accelerator) -> None:
+    say_once(f"cputrain stays out: {accelerator._why_stock}")
+    emulated = accelerator.native_amp and accelerator.mixed_precision == "bf16" and accelerator.device.type == "cpu"
+    if emulated and not _BF16_SETS.intersection(hardware.this_machine().instruction_sets.value):
+        say_once("this CPU has no bf16: stock PyTorch emulates it, many times slower than fp32")
+
+
+hook.take_place(stock, Accelerator)

@@ -1,0 +1,30 @@
+"""transformers' `Trainer`, whose accelerator is ours: model and optimizer are optimised when it prepares them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers.trainer as stock
+from torch import nn
+
+from cputrain.integrations import hook
+from cputrain.integrations.accelerate import Accelerator
+
+
+class Trainer(stock.Trainer):
+    """Stock's, optimised."""
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        Accelerator.adopt(self.accelerator, use_ipex=getattr(self.args, "use_ipex", None))
+
+    # Where transformers before 5.0 called IPEX and torch.jit, if use_ipex or jit_mode_eval was given.
+
+    def ipex_optimize_model(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return model
+
+    def torch_jit_model_eval(self, model: nn.Module, *_: Any, **__: Any) -> nn.Module:
+        return model
+
+
+hook.take_place(stock, Trainer)

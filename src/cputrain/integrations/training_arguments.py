@@ -1,0 +1,101 @@
+"""transformers' `TrainingArguments` with the flags of the CPU guides, which today's transformers no longer knows."""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+import os
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+import transformers.training_args as stock
+
+from cputrain.integrations import hook
+from cputrain.integrations.notices import Refused, say_once
+
+_BACKEND = stock.TrainingArguments.__dataclass_fields__["ddp_backend"].metadata
+# Who says how many ranks there are: torchrun, Intel MPI and MPICH, Open MPI, MVAPICH.
+_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
+
+
+@dataclass(repr=False)
+class TrainingArguments(stock.TrainingArguments):
+    """Stock's, and: use_ipex, no_cuda, jit_mode_eval, ddp_backend="ccl"."""
+
+    ddp_backend: str | None = field(
+        default=None, metadata={**_BACKEND, "choices": sorted({*_BACKEND.get("choices", []), "ccl"})}
+    )
+    use_ipex: bool | None = field(
+        default=None,
+        metadata={"help": "True: on the CPU; False: stock, without cputrain.", "nargs": "?", "const": True},
+    )
+    no_cuda: bool = field(default=False, metadata={"help": "Deprecated: write use_cpu."})
+    jit_mode_eval: bool = field(default=False, metadata={"help": "Accepted for old commands; has no effect."})
+
+    def __post_init__(self) -> None:
+        _say_what_changed(self)
+        if self.no_cuda or self.use_ipex or not torch.accelerator.is_available():
+            self.use_cpu = True
+        if self.use_cpu:
+            _check_precision(self)
+        super().__post_init__()
+
+    @cached_property
+    def _setup_devices(self) -> torch.device:
+        """`ccl` among one rank is no backend at all; stock would ask for a process group that nobody made."""
+        if self.ddp_backend != "ccl":
+            return super()._setup_devices
+        _check_ranks()
+        self.ddp_backend = None
+        try:
+            return super()._setup_devices
+        finally:
+            self.ddp_backend = "ccl"
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """training_args.bin names stock's class, so that it loads where cputrain isn't installed."""
+        kind = stock.TrainingArguments if type(self) is TrainingArguments else type(self)
+        return copyreg._reconstructor, (kind, object, None), self.__dict__  # type: ignore[attr-defined]
+
+    def __copy__(self) -> TrainingArguments:
+        copied = object.__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TrainingArguments:
+        copied = memo[id(self)] = object.__new__(type(self))
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return copied
+
+
+def _say_what_changed(arguments: TrainingArguments) -> None:
+    if arguments.no_cuda:
+        say_once("--no_cuda is deprecated: write --use_cpu")
+    if arguments.use_ipex:
+        say_once(
+            "--use_ipex is deprecated: leave it out, cputrain is active without it (--use_ipex False turns it off)"
+        )
+    if arguments.jit_mode_eval:
+        say_once("--jit_mode_eval has no effect: leave it out, evaluation is optimised without it")
+
+
+def _check_precision(arguments: TrainingArguments) -> None:
+    if arguments.fp16 or arguments.fp16_full_eval:
+        raise Refused("--fp16 doesn't train on CPUs: write --bf16, which runs in the fastest precision of this CPU.")
+    if arguments.bf16_full_eval and arguments.use_ipex is not False:
+        say_once("--bf16_full_eval has no effect: evaluation runs in the precision of the training")
+        arguments.bf16_full_eval = False
+
+
+def _check_ranks() -> None:
+    ranks = max(int(os.environ.get(name) or 1) for name in _WORLD_SIZES)
+    if ranks > 1:
+        raise Refused(
+            f"--ddp_backend ccl among {ranks} processes is not in this version of cputrain yet; "
+            "write --ddp_backend gloo, or start one process."
+        )
+
+
+hook.take_place(stock, TrainingArguments)

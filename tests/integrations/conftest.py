@@ -1,0 +1,23 @@
+"""Each test starts with a process that has said nothing and knows of no accelerator."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from accelerate.state import AcceleratorState, GradientState
+
+from cputrain.integrations import notices
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch):
+    for name in ("CPUTRAIN_DTYPE", "CPUTRAIN_PADDING", "ACCELERATE_USE_IPEX", "ACCELERATE_MIXED_PRECISION"):
+        monkeypatch.delenv(name, raising=False)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # for models this small more are slower
+    notices.say_once.cache_clear()
+    notices.mention_once.cache_clear()
+    yield
+    torch.set_num_threads(threads)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
