@@ -19,7 +19,7 @@ from cputrain import native
 from cputrain.ops.dropout import draw_key, factors
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
 class Sequences:
     """Sequence i is tokens starts[i] … starts[i] + lengths[i]; tokens of no sequence are padding, with results of 0."""
 
