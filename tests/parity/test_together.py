@@ -303,6 +303,24 @@ def test_an_embedding_module_that_scales_its_rows():
     assert_close(found, expected)
 
 
+def test_embeddings_that_drop_before_they_normalise():
+    class Embeddings(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.word, self.place = nn.Embedding(9, 8), nn.Embedding(5, 8)
+            self.norm, self.dropout = nn.LayerNorm(8), nn.Dropout(0.5)
+
+        def forward(self, ids):
+            return self.norm(self.dropout(self.word(ids) + self.place(torch.arange(ids.shape[1]))))
+
+    stock, ours = pair(Embeddings())
+    given = torch.randint(9, (2, 5))
+    torch.manual_seed(1)
+    expected = stock(given)
+    torch.manual_seed(1)
+    assert torch.equal(ours(given), expected)
+
+
 def test_residual_blocks_complain_as_stock_about_shapes():
     model = cputrain.optimize(token_bert())
     block = model.bert.encoder.layer[0].output

@@ -16,6 +16,13 @@ _BY_NAME = {
 }
 
 
+def known_kind(module: nn.Module) -> str:
+    """The kernel's name for an activation that is known to have one."""
+    kind = activation_kind(module)
+    assert kind is not None
+    return kind
+
+
 def activation_kind(module: nn.Module) -> str | None:
     """The kernel's name for this activation, or None."""
     if not isinstance(module, nn.Module):

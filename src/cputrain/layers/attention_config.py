@@ -60,7 +60,7 @@ def _configured(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
 
 
 def _view(config: Any, ragged: bool = False) -> Any:
-    view: Any = object.__new__(_view_class(type(config)))
+    view: Any = object.__new__(_view_class(type(config)))  # type: ignore[arg-type]
     object.__setattr__(view, "__dict__", config.__dict__)
     object.__setattr__(view, "_cputrain_original", config)
     object.__setattr__(view, "_cputrain_ragged", ragged)

@@ -7,7 +7,7 @@ the fused operator runs at the end. Anything else that the model does with them 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import Any
@@ -44,9 +44,8 @@ class PendingRows:
             return self._plain_sum()
         shape = torch.broadcast_shapes(*(ids.shape for ids in self.ids))
         flat_ids = [ids.expand(shape).reshape(-1) for ids in self.ids]
-        missing = _MOST_TABLES - len(self.tables)
-        word, position, types = [*self.tables, *[None] * missing]
-        word_ids, position_ids, type_ids = [*flat_ids, *[None] * missing]
+        word, position, types = _three(self.tables)
+        word_ids, position_ids, type_ids = _three(flat_ids)
         out = embed(
             word_ids,
             type_ids,
@@ -58,7 +57,7 @@ class PendingRows:
             self.norm.bias,
             self.norm.eps,
             0.0 if dropout is None else dropout_rate(dropout),
-            tuple(None if table is None else table.padding_idx for table in (word, position, types)),
+            (word.padding_idx, getattr(position, "padding_idx", None), getattr(types, "padding_idx", None)),
         )
         return out.view(*shape, -1)
 
@@ -68,7 +67,7 @@ class PendingRows:
         ]
         return sum(parts[1:], parts[0])
 
-    def __add__(self, other: object) -> object:
+    def __add__(self, other: Any) -> Any:
         both_sums = isinstance(other, PendingRows) and self.norm is other.norm is None
         if both_sums and len(self.tables) + len(other.tables) <= _MOST_TABLES:
             return PendingRows(self.tables + other.tables, self.ids + other.ids)
@@ -100,6 +99,10 @@ for _name in ("mul", "rmul", "truediv", "rtruediv", "sub", "rsub", "matmul", "ne
     setattr(PendingRows, f"__{_name}__", _computed(f"__{_name}__"))
 
 
+def _three(found: Sequence[Any]) -> list[Any]:
+    return [*found, *[None] * (_MOST_TABLES - len(found))]
+
+
 def table_forward(self: nn.Embedding, stock: Callable, input: Tensor) -> Any:
     return PendingRows((self,), (input,)) if _recording.get() else stock(input)
 
@@ -111,7 +114,9 @@ def norm_forward(self: nn.LayerNorm, stock: Callable, input: Any) -> Any:
 
 
 def dropout_forward(self: nn.Dropout, stock: Callable, input: Any) -> Tensor:
-    return input.compute(dropout=self) if isinstance(input, PendingRows) else stock(input)
+    if not isinstance(input, PendingRows):
+        return stock(input)
+    return stock(input.compute()) if input.norm is None else input.compute(dropout=self)
 
 
 def fused_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:

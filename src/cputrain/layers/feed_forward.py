@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cputrain.layers import residual
-from cputrain.layers.activations import activation_kind
+from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
@@ -52,7 +52,7 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
         step_aside(self, reason)
         return stock(hidden_states)
     h = nn.functional.linear(hidden_states, self.dense.weight)
-    return bias_activation(h, self.dense.bias, activation_kind(self.intermediate_act_fn))
+    return bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn))
 
 
 def _is_intermediate(module: nn.Module) -> bool:
@@ -91,7 +91,7 @@ def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) ->
         down.bias,
         norm.weight,
         norm.bias,
-        activation_kind(self.intermediate.intermediate_act_fn),
+        known_kind(self.intermediate.intermediate_act_fn),
         norm.eps,
         residual.dropout_rate(self.output.dropout),
     )
@@ -147,7 +147,7 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
         return stock(hidden_states)
     p = 0.0 if dropout is None else residual.dropout_rate(dropout)
     x = flat(hidden_states).contiguous()
-    y = feed_forward(x, up.weight, up.bias, down.weight, down.bias, activation_kind(activation), p)
+    y = feed_forward(x, up.weight, up.bias, down.weight, down.bias, known_kind(activation), p)
     return y.view(hidden_states.shape)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from cputrain.layers.activations import activation_kind
+from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import Patches, step_aside, tensor_obstacle
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
@@ -43,7 +43,7 @@ def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tenso
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
-    return bias_activation(input, None, activation_kind(self))
+    return bias_activation(input, None, known_kind(self))
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:

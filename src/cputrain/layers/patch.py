@@ -50,7 +50,8 @@ class Patches:
     def bind(self, name: str, module: nn.Module, method: str, fused: Callable, what: str, block: bool = False) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
-        self.set(name, module, method, types.MethodType(_wrapper(fused, type(module), method), module), what)
+        wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
+        self.set(name, module, method, types.MethodType(wrapper, module), what)
         self.replaced[-1].block = block
 
     def set(self, name: str, module: nn.Module, attribute: str, value: Any, what: str) -> None:

@@ -104,12 +104,13 @@ def fused_forward(
         step_aside(self, str(reason))
         return stock(hidden_states, attention_mask, *args, **kwargs)
     sequences, causal = where
-    triple = _triple(self)
+    triple, rate = _triple(self), _attention_rate(self)
+    assert triple is not None and rate is not None
     x = flat(hidden_states)
     qkv = joined_linear(x, [part.weight for part in triple], [part.bias for part in triple])
     size = _head_size(self)
     heads = triple[0].out_features // size
-    context = packed_attention(qkv, sequences, heads=heads, scale=self.scaling, causal=causal, p=_attention_rate(self))
+    context = packed_attention(qkv, sequences, heads=heads, scale=self.scaling, causal=causal, p=rate)
     return _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
 
 
