@@ -94,13 +94,13 @@ def layer_norm() -> Iterator[Case]:
 def post_norm() -> Iterator[Case]:
     import torch
 
-    from cputrain.ops.post_norm import plain, post_norm_backward, post_norm_forward
+    from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
     for rows, cols in SIZES:
         y, residual, grad = (torch.randn(rows, cols) for _ in range(3))
         bias, weight, beta = (torch.randn(cols) for _ in range(3))
         for p in (0.1, 0.0):
-            out, mean, rstd = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
+            _, mean, rstd = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
             leaves = [t.clone().requires_grad_() for t in (y, bias, residual, weight, beta)]
 
             def twin(leaves=leaves, p=p):
@@ -125,6 +125,62 @@ def post_norm() -> Iterator[Case]:
 
 # Text in the 12 features of one batch of SQuAD, mean 170; stock works on all 384.
 TEXT = [384, 296, 238, 206, 181, 165, 150, 133, 110, 87, 60, 30]
+
+
+@kernel
+def activation() -> Iterator[Case]:
+    import torch
+
+    from cputrain.ops.activation import activation_backward, activation_forward, plain
+
+    # The middle of a feed-forward block is four times as wide as the model.
+    sizes = [("gelu", rows, 4 * cols) for rows, cols in SIZES[:2]]
+    for kind, rows, cols in [*sizes, ("gelu", 65536, 1536), *((kind, 4608, 1536) for kind in ("gelu_tanh", "silu"))]:
+        h, grad, bias = torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols)
+        yield Case(
+            _name(kind, rows, cols),
+            lambda h=h, b=bias, k=kind: activation_forward(h, b, k),
+            lambda h=h, b=bias, k=kind: plain(h, b, k),
+            bytes_moved=2 * h.nbytes,
+        )
+        leaves = [h.clone().requires_grad_(), bias.clone().requires_grad_()]
+        out = plain(*leaves, kind)
+        yield Case(
+            _name(f"{kind} backward and value", rows, cols),
+            lambda g=grad, h=h, b=bias, k=kind: activation_backward(g, h, b, k, want_activation=True),
+            lambda out=out, leaves=leaves, g=grad: _gradients(out, leaves, g),
+            bytes_moved=4 * h.nbytes,
+        )
+
+
+@kernel
+def embeddings() -> Iterator[Case]:
+    """BERT's tables; every byte of the word table's gradient is written, though few rows are in use."""
+    import torch
+
+    from cputrain.ops.embeddings import embed, plain
+
+    for rows, cols in SIZES[:2]:
+        tables = [torch.randn(size, cols).requires_grad_() for size in (30522, 512, 2)]
+        tensors = [*tables, torch.randn(cols).requires_grad_(), torch.randn(cols).requires_grad_()]
+        ids = [torch.randint(30522, (rows,)), torch.randint(2, (rows,)), torch.arange(rows) % 384]
+        padding, activations = (0, None, None), rows * cols * 4
+        yield Case(
+            _name("embed", rows, cols),
+            lambda ids=ids, tensors=tensors, padding=padding: embed(*ids, *tensors, 1e-12, 0.1, padding),
+            lambda ids=ids, tensors=tensors, padding=padding: torch.nn.functional.dropout(
+                plain(*ids, *tensors, 1e-12, padding), 0.1
+            ),
+            bytes_moved=2 * activations,
+        )
+        grad = torch.randn(rows, cols)
+        ours, twin = embed(*ids, *tensors, 1e-12, 0.1, padding), plain(*ids, *tensors, 1e-12, padding)
+        yield Case(
+            _name("embed backward", rows, cols),
+            lambda out=ours, tensors=tensors, g=grad: _gradients(out, tensors, g),
+            lambda out=twin, tensors=tensors, g=grad: _gradients(out, tensors, g),
+            bytes_moved=3 * activations + tables[0].nbytes,
+        )
 
 
 @kernel

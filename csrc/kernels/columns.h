@@ -124,7 +124,7 @@ class ColumnSums {
   void total(int kind, float* out) const {
     if (!out) return;
     constexpr int64_t kBlock = 64;  // columns; four cache lines, so that no two threads write one
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait  // each total is another memory
     for (int64_t first = 0; first < cols_; first += kBlock) {
       const int64_t width = cols_ - first < kBlock ? cols_ - first : kBlock;
       for_columns(width, [&](int64_t c, int, auto part) INLINE_BODY {
