@@ -156,7 +156,7 @@ void KERNEL(activation_backward)(const float* grad, const float* h, const float*
                                  int64_t cols, int64_t kind) {
   const Pieces pieces(rows, cols, bias);
   const BackwardRow backward = backward_of(kind, bias, value);
-  const RowChunks chunks(pieces.rows);
+  const RowChunks chunks(pieces.rows, bias ? 32 : 1);
   const ColumnSums sums(chunks, 1, bias ? cols : 0);
 #pragma omp parallel if (pieces.total > kFewElements)
   {

@@ -91,8 +91,8 @@ INLINE_BODY inline void for_columns_dropped(int64_t cols, RowKey key, DropoutRat
 // chunks keep 64 cores busy; fewer than 32 rows wouldn't repay a chunk's own row of sums.
 struct RowChunks {
   int64_t rows, each, count;
-  explicit RowChunks(int64_t rows) : rows(rows) {
-    each = (rows + 63) / 64 < 32 ? 32 : (rows + 63) / 64;
+  explicit RowChunks(int64_t rows, int64_t fewest = 32) : rows(rows) {
+    each = (rows + 63) / 64 < fewest ? fewest : (rows + 63) / 64;
     count = (rows + each - 1) / each;
   }
   int64_t first(int64_t chunk) const { return chunk * each; }
