@@ -145,7 +145,9 @@ def main() -> None:
     if settings.json:
         print(json.dumps(results, indent=1))
     elif results:
-        print(f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n")
+        print(
+            f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n"
+        )
         print(table([printed(result) for result in results]))
     else:
         raise SystemExit(f"no product's name contains {settings.only!r}")

@@ -138,9 +138,18 @@ CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, 
 CPUTRAIN_EXPORT void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols,
                                         void* by_rows, int64_t row_role, void* by_columns,
                                         int64_t column_role, float* column_sums);
+// One side of a product; ops/matmul.py mirrors the structure.
+struct Int16Operand {
+  const float* source;  // is packed first, or null: `packed` is filled already
+  int64_t stride;
+  int64_t by_columns;  // the vectors are the source's columns; else its rows
+  float* sums;         // receives the source's column sums (needs by_columns), or null
+  void* packed;
+};
 // out[r][c] = left vector r · right vector c (+ bias[c]) (+ out[r][c] if accumulate). bias or null.
-CPUTRAIN_EXPORT void KERNEL(int16_product)(const void* left, const void* right, float* out,
-                                           int64_t out_stride, int64_t rows, int64_t cols,
-                                           int64_t depth, const float* bias, int64_t accumulate);
+CPUTRAIN_EXPORT void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right,
+                                           float* out, int64_t out_stride, int64_t rows,
+                                           int64_t cols, int64_t depth, const float* bias,
+                                           int64_t accumulate);
 // For tests: 0 makes int16_product do without AVX512_VNNI.
 CPUTRAIN_EXPORT void KERNEL(int16_allow_vnni)(int64_t allowed);

@@ -1,9 +1,8 @@
-// out = left · rightᵀ for operands packed by matmul_pack.cpp.
+// out = left · rightᵀ in block-scaled 16-bit integers.
 #include <omp.h>
 
 #include "api.h"
-#include "matmul_layout.h"
-#include "matmul_quantise.h"
+#include "matmul_pack.h"
 
 namespace {
 
@@ -53,10 +52,16 @@ struct TileColumn {
   bool add;
 };
 
-// Rounded after each step, in this order, on every instruction set (see CMakeLists.txt): the tests
-// compute the same.
+// Rounded after each step, in this order, on every instruction set: the tests compute the same. The
+// barrier keeps the last product out of an fma with what is added to it.
 inline Vec scaled(VecI sums, float left, Vec right) {
-  return to_float(sums) * kShrink * left * right;
+  Vec result = to_float(sums) * kShrink * left * right;
+#if defined(__AVX512F__)
+  asm("" : "+v"(result));
+#else
+  asm("" : "+x"(result));
+#endif
+  return result;
 }
 
 // Tiles over the edge of the result.
@@ -81,12 +86,16 @@ __attribute__((noinline)) void tile_column(const TileColumn& column) {
     bias[v] = column.bias && column.cols == kTileCols ? load(column.bias + v * kWidth) : Vec{};
   }
   const int32_t* left = column.left;
+  const int32_t* next = column.right + column.pairs * kTileCols;  // the next panel, most often
+  const int64_t fetched = column.pairs * kTileCols / ((column.rows + kTileRows - 1) / kTileRows);
   for (int64_t row = 0; row < column.rows; row += kTileRows) {
     float* out = column.out + row * column.stride;
     const bool whole = row + kTileRows <= column.rows && column.cols == kTileCols;
     if (whole)  // the result's lines arrive while the sums are made
       UNROLL_ROWS UNROLL_VECS _mm_prefetch((const char*)(out + r * column.stride + v * kWidth),
                                            _MM_HINT_T0);
+    const int32_t* next_end = next + fetched;
+    for (; next < next_end; next += 16) _mm_prefetch((const char*)next, _MM_HINT_T1);
     VecI sums[kTileRows][kTileVecs];
     UNROLL_ROWS UNROLL_VECS sums[r][v] = VecI{};
     const int32_t *a = left, *b = column.right, *end = left + column.pairs * kTileRows;
@@ -166,47 +175,86 @@ struct Product {
 };
 
 // How the result is cut into parts for the threads; the cut doesn't change any sum. 96 rows of a
-// left block are 72 KB, well within a second-level cache of 256 KB.
+// left block are 96 KB, well within a second-level cache of 256 KB.
 struct Parts {
   int64_t rows = 96 / kTileRows, cols = 192 / kTileCols;  // in panels
-  int64_t down, across;
-  Parts(int64_t row_panels, int64_t col_panels, int64_t threads) {
-    cut(row_panels, col_panels);
+  int64_t row_panels, col_panels, down, across;
+  Parts(const Product& product, int64_t threads)
+      : row_panels(product.left_layout.panels()), col_panels(product.right_layout.panels()) {
+    cut();
     // Four parts a thread, so that one that is held up can leave its share to the others.
-    while (cols > 1 && down * across < 4 * threads) cols /= 2, cut(row_panels, col_panels);
-    while (rows > 4 && down * across < 4 * threads) rows /= 2, cut(row_panels, col_panels);
+    while (cols > 1 && count() < 4 * threads) cols /= 2, cut();
+    while (rows > 4 && count() < 4 * threads) rows /= 2, cut();
   }
-  void cut(int64_t row_panels, int64_t col_panels) {
+  void cut() {
     down = (row_panels + rows - 1) / rows;
     across = (col_panels + cols - 1) / cols;
   }
+  int64_t count() const { return down * across; }
+  void compute(const Product& product, int64_t part) const {
+    const int64_t r = part / across * rows, c = part % across * cols;
+    product.compute(r, r + rows < row_panels ? r + rows : row_panels, c,
+                    c + cols < col_panels ? c + cols : col_panels);
+  }
 };
+
+// Below so many elements or multiplications, waking threads costs more than they save.
+constexpr int64_t kElementsForThreads = 16384, kProductsForThreads = 65536;
+
+Packing packing_of(const Int16Operand& operand, int64_t vectors, int64_t depth, int64_t role) {
+  if (operand.by_columns)
+    return Packing(operand.source, operand.stride, depth, vectors, nullptr, role, operand.packed,
+                   role, operand.sums);
+  return Packing(operand.source, operand.stride, vectors, depth, operand.packed, role, nullptr,
+                 role, nullptr);
+}
 
 }  // namespace
 
-void KERNEL(int16_allow_vnni)(int64_t allowed) { vnni_allowed = allowed; }
+void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role, int64_t* bytes) {
+  *bytes = PackedLayout(vectors, depth, role).bytes();
+}
 
-void KERNEL(int16_product)(const void* left, const void* right, float* out, int64_t out_stride,
-                           int64_t rows, int64_t cols, int64_t depth, const float* bias,
-                           int64_t accumulate) {
+void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols, void* by_rows,
+                        int64_t row_role, void* by_columns, int64_t column_role,
+                        float* column_sums) {
+  const Packing packing(x, stride, rows, cols, by_rows, row_role, by_columns, column_role,
+                        column_sums);
+#pragma omp parallel for schedule(dynamic) if (rows * cols > kElementsForThreads)
+  for (int64_t task = 0; task < packing.tasks(); task++) packing.run(task);
+  packing.total_sums();
+}
+
+void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, float* out,
+                           int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
+                           const float* bias, int64_t accumulate) {
+  const Packing left_packing = packing_of(*left, rows, depth, kLeft);
+  const Packing right_packing = packing_of(*right, cols, depth, kRight);
   const Product product = {PackedLayout(rows, depth, kLeft),
                            PackedLayout(cols, depth, kRight),
-                           left,
-                           right,
+                           left->packed,
+                           right->packed,
                            out,
                            out_stride,
                            bias,
                            accumulate != 0,
                            best_product()};
-  if (depth == 0) return product.only_bias();
-  const int64_t row_panels = product.left_layout.panels(),
-                col_panels = product.right_layout.panels();
-  const bool parallel = rows * cols * depth > 65536;  // below that, starting threads costs more
-  const Parts parts(row_panels, col_panels, parallel ? omp_get_max_threads() : 1);
-#pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t part = 0; part < parts.down * parts.across; part++) {
-    const int64_t r = part / parts.across * parts.rows, c = part % parts.across * parts.cols;
-    product.compute(r, r + parts.rows < row_panels ? r + parts.rows : row_panels, c,
-                    c + parts.cols < col_panels ? c + parts.cols : col_panels);
+  const bool parallel = rows * cols * depth > kProductsForThreads;
+  const Parts parts(product, parallel ? omp_get_max_threads() : 1);
+  const int64_t left_tasks = left_packing.tasks(), tasks = left_tasks + right_packing.tasks();
+#pragma omp parallel if (parallel)
+  {
+    if (tasks) {
+#pragma omp for schedule(dynamic)
+      for (int64_t task = 0; task < tasks; task++)
+        task < left_tasks ? left_packing.run(task) : right_packing.run(task - left_tasks);
+    }
+#pragma omp for schedule(dynamic)
+    for (int64_t part = 0; part < parts.count(); part++) parts.compute(product, part);
   }
+  left_packing.total_sums();
+  right_packing.total_sums();
+  if (depth == 0) product.only_bias();
 }
+
+void KERNEL(int16_allow_vnni)(int64_t allowed) { vnni_allowed = allowed; }

@@ -1,14 +1,17 @@
 """Matrix products in block-scaled 16-bit integers: faster than fp32 on CPUs without bf16, with less error than bf16.
 
-Each operand is quantised and packed first (`pack`), then multiplied (`product`). A linear layer needs three products,
-and each of its matrices in two orientations; `pack` makes one or both in one go, and what it returns is plain memory
-that may be kept from the forward to the backward:
+Each operand is quantised and packed, then multiplied. A linear layer needs three products, and each of its matrices in
+two orientations:
 
     forward         y_TO  = x_TI · w_OIᵀ     x by rows, left       w by rows, right
     input gradient  dx_TI = dy_TO · w_OI     dy by rows, left      w by columns, right
     weight gradient dw_OI = dy_TOᵀ · x_TI    dy by columns, left   x by columns, right
 
-Every vector is cut into blocks of at most 384 values, and each block gets the scale that makes its norm 46300 and its
+`by_rows` and `by_columns` make an operand that `product` packs on its way, into memory that is then thrown away.
+`pack` packs at once, both orientations in one read if asked to; the result is plain memory that may be used more than
+once and kept from the forward to the backward.
+
+Every vector is cut into blocks of at most 512 values, and each block gets the scale that makes its norm 46300 and its
 largest value at most 32767; csrc/kernels/matmul_quantise.h says why sums then can't overflow. A zero stays a zero. A
 block with an infinity or a NaN makes all results of its vector NaN (fp32 gives NaN or an infinity for each of them).
 """
@@ -16,6 +19,7 @@ block with an infinity or a NaN makes all results of its vector NaN (fp32 gives 
 from __future__ import annotations
 
 import ctypes
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,69 +31,95 @@ from cputrain.ops.operands import require_float32, require_size
 
 Role = Literal["left", "right"]
 _ROLES = {"left": 0, "right": 1}
+# As in csrc/kernels/matmul_layout.h and matmul_quantise.h.
+_MOST, _NORM, _LARGEST, _UNIT = 512, 46300.0, 32767.0, 4096.0
+
+
+class _Operand(ctypes.Structure):
+    """Int16Operand of csrc/api.h."""
+
+    _fields_ = [
+        ("source", ctypes.c_void_p),
+        ("stride", ctypes.c_int64),
+        ("by_columns", ctypes.c_int64),
+        ("sums", ctypes.c_void_p),
+        ("packed", ctypes.c_void_p),
+    ]
 
 
 @dataclass(frozen=True)
-class Packed:
-    """`vectors` vectors of length `depth`, quantised and laid out for one side of a product."""
+class Operand:
+    """`vectors` vectors of length `depth` for one side of a product: packed, or with the `source` to be packed from."""
 
     memory: Tensor
     vectors: int
     depth: int
     role: Role
+    source: Tensor | None = None
+    columns: bool = False
+    sums: Tensor | None = None
+
+    def _native(self) -> _Operand:
+        memory, sums = self.memory.data_ptr(), None if self.sums is None else self.sums.data_ptr()
+        if self.source is None:
+            return _Operand(None, 0, 0, None, memory)
+        return _Operand(self.source.data_ptr(), self.source.stride(0), int(self.columns), sums, memory)
 
 
-def _empty(vectors: int, depth: int, role: Role) -> Packed:
+def _memory(vectors: int, depth: int, role: Role) -> Tensor:
     size = ctypes.c_int64()
     native.kernels().int16_packed_bytes(vectors, depth, _ROLES[role], ctypes.addressof(size))
-    return Packed(torch.empty(size.value, dtype=torch.uint8), vectors, depth, role)
+    return torch.empty(size.value, dtype=torch.uint8)
 
 
-def _rows_contiguous(x: Tensor) -> Tensor:
+def _checked(x: Tensor, sums: Tensor | None = None) -> Tensor:
+    require_float32("int16 operand", x=x, sums=sums)
+    if x.dim() != 2:
+        raise ValueError(f"int16 operand: x must have two dimensions, found {x.dim()}; flatten the leading ones.")
+    require_size("int16 operand", (x.shape[1],), sums=sums)
+    if sums is not None and not sums.is_contiguous():
+        raise ValueError("int16 operand: sums must be contiguous.")
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
+def by_rows(x: Tensor, role: Role) -> Operand:
+    """The rows of `x` as vectors; packed when they are multiplied."""
+    rows, cols = x.shape
+    return Operand(_memory(rows, cols, role), rows, cols, role, _checked(x))
+
+
+def by_columns(x: Tensor, role: Role, sums: Tensor | None = None) -> Operand:
+    """The columns of `x` as vectors; packed when they are multiplied. `sums` receives their sums then."""
+    rows, cols = x.shape
+    return Operand(_memory(cols, rows, role), cols, rows, role, _checked(x, sums), True, sums)
+
+
 def pack(
-    x: Tensor, rows: Role | None = None, columns: Role | None = None, column_sums: Tensor | None = None
-) -> tuple[Packed | None, Packed | None]:
-    """`x` by its rows, by its columns, or both; `column_sums` receives what its name says (a bias gradient)."""
-    require_float32("pack", x=x, column_sums=column_sums)
-    if x.dim() != 2 or (rows is None and columns is None) or (column_sums is not None and columns is None):
-        raise ValueError(
-            f"pack: x must have two dimensions (found {x.dim()}), and rows or columns a role; sums need columns."
-        )
-    x = _rows_contiguous(x)
-    by_rows = _empty(x.shape[0], x.shape[1], rows) if rows else None
-    by_columns = _empty(x.shape[1], x.shape[0], columns) if columns else None
-    if column_sums is not None:
-        require_size("pack", (x.shape[1],), column_sums=column_sums)
+    x: Tensor, rows: Role | None = None, columns: Role | None = None, sums: Tensor | None = None
+) -> tuple[Operand | None, Operand | None]:
+    """`x` packed by its rows, by its columns, or both; `sums` receives the column sums (a bias gradient)."""
+    if (rows is None and columns is None) or (sums is not None and columns is None):
+        raise ValueError("pack: give rows or columns a role ('left' or 'right'); sums need columns.")
+    x = _checked(x, sums)
+    count, width = x.shape
+    row_operand = Operand(_memory(count, width, rows), count, width, rows) if rows else None
+    column_operand = Operand(_memory(width, count, columns), width, count, columns) if columns else None
     native.kernels().int16_pack(
         x.data_ptr(),
         x.stride(0),
-        *x.shape,
-        by_rows.memory.data_ptr() if by_rows else None,
+        count,
+        width,
+        row_operand.memory.data_ptr() if row_operand else None,
         _ROLES[rows or "left"],
-        by_columns.memory.data_ptr() if by_columns else None,
+        column_operand.memory.data_ptr() if column_operand else None,
         _ROLES[columns or "left"],
-        None if column_sums is None else column_sums.data_ptr(),
+        None if sums is None else sums.data_ptr(),
     )
-    return by_rows, by_columns
-
-
-def by_rows(x: Tensor, role: Role) -> Packed:
-    packed, _ = pack(x, rows=role)
-    assert packed is not None
-    return packed
-
-
-def by_columns(x: Tensor, role: Role, column_sums: Tensor | None = None) -> Packed:
-    _, packed = pack(x, columns=role, column_sums=column_sums)
-    assert packed is not None
-    return packed
+    return row_operand, column_operand
 
 
 def product(
-    left: Packed, right: Packed, out: Tensor | None = None, bias: Tensor | None = None, accumulate: bool = False
+    left: Operand, right: Operand, out: Tensor | None = None, bias: Tensor | None = None, accumulate: bool = False
 ) -> Tensor:
     """out[r, c] = left vector r · right vector c (+ bias[c]) (+ out[r, c] if `accumulate`)."""
     if left.depth != right.depth or (left.role, right.role) != ("left", "right"):
@@ -104,12 +134,13 @@ def product(
     require_float32("product", out=out, bias=bias)
     require_size("product", (left.vectors, right.vectors), out=out)
     require_size("product", (right.vectors,), bias=bias)
-    if _rows_contiguous(out) is not out:
+    if out.shape[1] > 1 and out.stride(1) != 1:
         raise ValueError("product: the rows of out must be contiguous.")
     bias = None if bias is None else bias.contiguous()
+    sides = left._native(), right._native()
     native.kernels().int16_product(
-        left.memory.data_ptr(),
-        right.memory.data_ptr(),
+        ctypes.addressof(sides[0]),
+        ctypes.addressof(sides[1]),
         out.data_ptr(),
         out.stride(0),
         left.vectors,
@@ -139,5 +170,56 @@ def linear_weight_grad(
     bias_grad: Tensor | None = None,
 ) -> Tensor:
     """dw_OI = dy_TOᵀ · x_TI, or added to `out`; `bias_grad` receives the column sums of dy."""
-    left = by_columns(dy_TO, "left", column_sums=bias_grad)
+    left = by_columns(dy_TO, "left", sums=bias_grad)
     return product(left, by_columns(x_TI, "right"), out=out, accumulate=accumulate)
+
+
+def block_depth(depth: int) -> int:
+    """How many values of a vector share a scale."""
+    blocks = max(math.ceil(depth / _MOST), 1)
+    return math.ceil(math.ceil(depth / blocks) / 32) * 32
+
+
+def quantise(vectors: Tensor, scales: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """What packing does to the rows of `vectors`: integers (as float64) and a scale for each row and block.
+
+    An integer times its scale / 4096 is the value again. `scales` are the kernel's own, if its results are to be
+    reproduced to the last bit: sums of squares depend on their order.
+    """
+    blocks = [block.float() for block in vectors.split(max(block_depth(vectors.shape[1]), 1), dim=1)]
+    results = [_quantise_block(block, None if scales is None else scales[:, i]) for i, block in enumerate(blocks)]
+    values, found = zip(*results, strict=True)
+    return torch.cat(values, dim=1), torch.stack(found, dim=1)
+
+
+def _quantise_block(block: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    largest = block.abs().amax(dim=1)
+    before = torch.where((largest < 1e-15) & (largest > 0), 2.0**100, 1.0)
+    before = torch.where((largest > 1e17) & largest.isfinite(), 2.0**-100, before)
+    if scale is None:
+        norm = block.double().norm(dim=1) * (_UNIT / _NORM)
+        scale = torch.maximum(norm, largest.double() * (_UNIT / _LARGEST)).float()
+    scale = torch.where(block.isfinite().all(dim=1), scale, torch.nan)
+    factor = torch.where(scale > 0, _UNIT / (scale * before), 0.0)
+    values = (block * before[:, None] * factor[:, None]).round()
+    return torch.where(scale.isfinite()[:, None], values, 0.0).double(), scale
+
+
+def plain(
+    left: Tensor,
+    right: Tensor,
+    bias: Tensor | None = None,
+    start: Tensor | None = None,
+    scales: tuple[Tensor, Tensor] | None = None,
+) -> Tensor:
+    """`product` of the rows of `left` and `right` in PyTorch, bit for bit if given the kernel's `scales`."""
+    left_values, left_scales = quantise(left, scales[0] if scales else None)
+    right_values, right_scales = quantise(right, scales[1] if scales else None)
+    depth = max(block_depth(left.shape[1]), 1)
+    out = torch.zeros(left.shape[0], right.shape[0]) if start is None else start.clone()
+    out = out if bias is None else out + bias
+    pairs = zip(left_values.split(depth, dim=1), right_values.split(depth, dim=1), strict=True)
+    for i, (a, b) in enumerate(pairs):
+        sums = (a @ b.t()).float()  # integers below 2³¹: exact in float64, rounded once
+        out = sums * 2.0**-24 * left_scales[:, i, None] * right_scales[None, :, i] + out
+    return out

@@ -1,7 +1,8 @@
 // Packs a matrix for int16 products: by its rows, by its columns, or both.
+#pragma once
+
 #include <cstdlib>
 
-#include "api.h"
 #include "matmul_layout.h"
 #include "matmul_quantise.h"
 
@@ -49,6 +50,14 @@ inline __m128i lane(Words w) {
   return w;
 }
 #endif
+
+// Asks for a cache line. Blocks are read twice, for the scale and for the values: the second time,
+// when nothing is missing, the next rows or columns are fetched, or the memory would idle. Beyond
+// the end of an array it does nothing.
+constexpr int kLine = 16;  // floats
+__attribute__((always_inline)) inline void fetch(const float* p) {
+  _mm_prefetch((const char*)p, _MM_HINT_T0);
+}
 
 // A pair's four rows to its place, for each lane; pairs of one lane are two neighbours in depth.
 template <int kLane = 0>
@@ -102,6 +111,7 @@ void pack_group(const float* x, int64_t stride, int64_t depth, int64_t panel, in
 #pragma GCC unroll 4
     for (int r = 0; r < kGroup; r++) {
       const float* row = x + r * stride + k;
+      for (int i = 0; i < 2 * kWidth; i += kLine) fetch(row + kGroup * stride + i);
       const Vec before = splat(scale.before[r]), factor = splat(scale.factor[r]);
       w[r] = narrow(round_nearest(load(row) * before * factor),
                     round_nearest(load(row + kWidth) * before * factor));
@@ -139,23 +149,35 @@ void pack_rows(const float* x, int64_t stride, const PackedLayout& layout, int64
   }
 }
 
+constexpr int64_t kRowsAhead = 16;  // some 100 cycles, a strip's row being two to four lines
+
 struct StripStats {
   Vec squares[kStripVecs], largest[kStripVecs];
 };
 
-// Column by column; `sums` (kStrip of them, or null) are the plain sums.
+// Column by column; `sums` (kStrip of them, or null) are the plain sums. They go through totals of
+// kSumRows rows, so that fewer roundings pile up.
+constexpr int64_t kSumRows = 32;
+
 inline StripStats strip_stats(const float* x, int64_t stride, int64_t depth, const Vec* before,
                               float* sums) {
   StripStats stats = {};
   Vec totals[kStripVecs] = {};
-  for (int64_t k = 0; k < depth; k++)
+  for (int64_t first = 0; first < depth; first += kSumRows) {
+    Vec part[kStripVecs] = {};
+    const int64_t last = first + kSumRows < depth ? first + kSumRows : depth;
+    for (int64_t k = first; k < last; k++) {
+      for (int i = 0; i < kStrip; i += kLine) fetch(x + (k + kRowsAhead) * stride + i);
 #pragma GCC unroll 4
-    for (int j = 0; j < kStripVecs; j++) {
-      const Vec v = load(x + k * stride + j * kWidth) * before[j];
-      stats.squares[j] += v * v;
-      stats.largest[j] = max(stats.largest[j], abs(v));
-      totals[j] += v;
+      for (int j = 0; j < kStripVecs; j++) {
+        const Vec v = load(x + k * stride + j * kWidth) * before[j];
+        stats.squares[j] += v * v;
+        stats.largest[j] = max(stats.largest[j], abs(v));
+        part[j] += v;
+      }
     }
+    for (int j = 0; j < kStripVecs; j++) totals[j] += part[j];
+  }
   if (sums)
     for (int j = 0; j < kStripVecs; j++) store(sums + j * kWidth, totals[j]);
   return stats;
@@ -205,7 +227,11 @@ struct PanelStore {
 // Rows from depth on count as zeros, up to `pairs` pairs.
 void pack_strip(const float* x, int64_t stride, int64_t depth, int64_t pairs,
                 const StripScales& scales, const PanelStore& put) {
-  for (int64_t p = 0; p < pairs; p++)
+  for (int64_t p = 0; p < pairs; p++) {
+    for (int i = 0; i < kStrip; i += kLine) {
+      fetch(x + 2 * p * stride + kStrip + i);
+      fetch(x + (2 * p + 1) * stride + kStrip + i);
+    }
 #pragma GCC unroll 4
     for (int j = 0; j < kStripVecs; j++) {
       const BlockScale& s = scales.of[j];
@@ -216,6 +242,7 @@ void pack_strip(const float* x, int64_t stride, int64_t depth, int64_t pairs,
       };
       put(p, j, (row(0) & 0xffff) | (row(1) << 16));
     }
+  }
 }
 
 // Columns first … first + kStrip of one block of rows. `sums` as in strip_stats.
@@ -243,48 +270,61 @@ void pack_columns(const float* x, int64_t stride, const PackedLayout& layout, in
   pack_strip(source, stride, depth, layout.pairs_of(block), scales, put);
 }
 
+// One source and one or two packed operands, as tasks that any thread may do.
+struct Packing {
+  const float* x;
+  int64_t stride, rows, cols;
+  void *by_rows, *by_columns;  // or null
+  float* column_sums;          // or null
+  PackedLayout row_layout, column_layout;
+  int64_t row_tasks, strips;  // for each block of rows
+  float* block_sums;
+
+  Packing(const float* x, int64_t stride, int64_t rows, int64_t cols, void* by_rows,
+          int64_t row_role, void* by_columns, int64_t column_role, float* column_sums)
+      : x(x),
+        stride(stride),
+        rows(rows),
+        cols(cols),
+        by_rows(by_rows),
+        by_columns(by_columns),
+        column_sums(column_sums),
+        row_layout(rows, cols, row_role),
+        column_layout(cols, rows, column_role) {
+    row_tasks = by_rows ? column_layout.block / kTaskRows : 0;
+    strips = by_columns ? (cols + kStrip - 1) / kStrip : 0;
+    const int64_t bytes = column_layout.blocks * strips * kStrip * sizeof(float);
+    block_sums = column_sums ? (float*)aligned_alloc(64, bytes ? bytes : 64) : nullptr;
+    if (column_sums && !block_sums) abort();
+  }
+  ~Packing() { free(block_sums); }
+  Packing(const Packing&) = delete;
+
+  // Block of rows by block of rows, so that what one task reads by rows is still in the shared
+  // cache when another reads it by columns.
+  int64_t tasks() const { return x ? column_layout.blocks * (row_tasks + strips) : 0; }
+  void run(int64_t task) const {
+    const int64_t block = task / (row_tasks + strips), part = task % (row_tasks + strips);
+    const int64_t row = block * column_layout.block + part * kTaskRows;
+    if (part < row_tasks) {
+      if (row < rows) pack_rows(x, stride, row_layout, row, by_rows);
+      return;
+    }
+    const int64_t strip = part - row_tasks;
+    pack_columns(x, stride, column_layout, block, strip * kStrip, by_columns,
+                 block_sums ? block_sums + (block * strips + strip) * kStrip : nullptr);
+  }
+
+  // When all tasks are done. Blocks are added in order, whichever thread did them.
+  void total_sums() const {
+    if (!column_sums) return;
+    for (int64_t c = 0; c < cols; c++) {
+      float total = 0;
+      for (int64_t b = 0; b < column_layout.blocks; b++)
+        total += block_sums[b * strips * kStrip + c];
+      column_sums[c] = total;
+    }
+  }
+};
+
 }  // namespace
-
-void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role, int64_t* bytes) {
-  *bytes = PackedLayout(vectors, depth, role).bytes();
-}
-
-void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols, void* by_rows,
-                        int64_t row_role, void* by_columns, int64_t column_role,
-                        float* column_sums) {
-  const PackedLayout row_layout(rows, cols, row_role), column_layout(cols, rows, column_role);
-  const int64_t strips = by_columns ? (cols + kStrip - 1) / kStrip : 0;
-  const int64_t sums_stride = strips * kStrip;
-  float* sums = nullptr;
-  if (column_sums) {
-    const int64_t bytes = column_layout.blocks * sums_stride * sizeof(float);
-    sums = (float*)aligned_alloc(64, bytes ? bytes : 64);
-    if (!sums) abort();
-  }
-  // Tasks go block of rows by block of rows, so that what one task reads by rows is still in the
-  // shared cache when another reads it by columns.
-  const int64_t row_tasks = by_rows ? column_layout.block / kTaskRows : 0;
-  const int64_t each = row_tasks + strips;
-#pragma omp parallel if (rows * cols > 16384)  // below that, starting threads costs more
-  {
-#pragma omp for schedule(dynamic)
-    for (int64_t task = 0; task < column_layout.blocks * each; task++) {
-      const int64_t block = task / each, part = task % each;
-      const int64_t row = block * column_layout.block + part * kTaskRows;
-      if (part >= row_tasks)
-        pack_columns(x, stride, column_layout, block, (part - row_tasks) * kStrip, by_columns,
-                     sums ? sums + block * sums_stride + (part - row_tasks) * kStrip : nullptr);
-      else if (row < rows)
-        pack_rows(x, stride, row_layout, row, by_rows);
-    }
-    if (sums) {
-#pragma omp for schedule(static)
-      for (int64_t c = 0; c < cols; c++) {
-        float total = 0;
-        for (int64_t b = 0; b < column_layout.blocks; b++) total += sums[b * sums_stride + c];
-        column_sums[c] = total;
-      }
-    }
-  }
-  free(sums);
-}
