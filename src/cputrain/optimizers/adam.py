@@ -33,17 +33,8 @@ class FusedAdam(FusedStep):
 
     def update(self, group: Group, columns: tuple[tuple[Tensor, ...], ...]) -> None:
         parameters = columns[0]
-        beta1, beta2 = group["betas"]
+        rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         # A state dict of a stock older than `decoupled_weight_decay` has AdamW's groups without it.
         decoupled = group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
         arrays = [sizes(parameters), *map(pointers, columns)]
-        native.kernels().adam(
-            len(parameters),
-            *map(address, arrays),
-            group["lr"],
-            beta1,
-            beta2,
-            group["eps"],
-            group["weight_decay"],
-            decoupled,
-        )
+        native.kernels().adam(len(parameters), *map(address, arrays), *map(float, rates), decoupled)

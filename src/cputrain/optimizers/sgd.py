@@ -29,14 +29,7 @@ class FusedSGD(FusedStep):
 
     def update(self, group: Group, columns: tuple[tuple[Tensor, ...], ...]) -> None:
         parameters, gradients, *buffers = columns
+        rates = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
         arrays = [sizes(parameters), pointers(parameters), pointers(gradients), *map(pointers, buffers)]
         addresses = [*map(address, arrays), *([] if buffers else [None])]
-        native.kernels().sgd(
-            len(parameters),
-            *addresses,
-            group["lr"],
-            group["momentum"],
-            group["dampening"],
-            group["weight_decay"],
-            group["nesterov"],
-        )
+        native.kernels().sgd(len(parameters), *addresses, *map(float, rates), group["nesterov"])

@@ -230,6 +230,16 @@ def test_a_parameter_that_changed_its_shape_is_stocks_error():
         optimizer.step()
 
 
+@pytest.mark.parametrize("kind", [AdamW, SGD])
+def test_rates_that_a_scheduler_computed_with_numpy(kind):
+    rate = pytest.importorskip("numpy").float32(0.01)
+    (stock, _), (ours, _) = pairs = stock_and_ours(kind)
+    for pair in pairs:
+        pair[1].param_groups[0]["lr"] = rate
+        train(pair, 2)
+    assert_alike(ours, stock)
+
+
 # What stands above it
 
 
