@@ -83,7 +83,7 @@ inline Normal normal(Vec x) {
   c = c * square + 9.967197e-03f;
   c = c * square + -6.6489585e-02f;
   c = c * square + 3.9894226e-01f;
-  const Vec outer = select(x < 0.f, tail, 1.f - tail);
+  const Vec outer = select((VecI)x < 0, tail, 1.f - tail);
   const Vec density = exponential.scale(exponential.excess * 0.39894228040f + 0.39894228040f);
   return {select(t > farthest, zero, density), select(t < 1.f, c * x + 0.5f, outer)};
 }
