@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+from torch.nn import Parameter
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from cputrain.optimizers.adam import FusedAdam
@@ -63,7 +66,7 @@ def _judge(optimizer: Optimizer) -> Takeover:
             if option:
                 kept[option] += 1
             elif not (is_plain(parameter) and is_dense(parameter)):
-                kept[f"{parameter.dtype} on {parameter.device.type}, shape {tuple(parameter.shape)}"] += 1
+                kept[_kind_of(parameter)] += 1
             else:
                 served += 1
     reasons = "; ".join(f"{count} parameters keep stock's ({reason})" for reason, count in kept.items())
@@ -71,6 +74,14 @@ def _judge(optimizer: Optimizer) -> Takeover:
         return Takeover(False, f"{_name(optimizer)} keeps stock's step: {reasons}")
     fused = f"{_name(optimizer)}: {served} parameters are updated in one pass"
     return Takeover(True, f"{fused}; {reasons}" if reasons else fused)
+
+
+def _kind_of(parameter: Tensor) -> str:
+    if type(parameter) not in (Tensor, Parameter):
+        return type(parameter).__name__
+    if parameter.dtype is torch.float32 and parameter.is_cpu:
+        return "empty, or with gaps in memory"
+    return f"{parameter.dtype} on {parameter.device.type}"
 
 
 def _name(optimizer: Optimizer) -> str:

@@ -99,6 +99,7 @@ def test_parameters_that_we_lack():
     mixed = take_over(AdamW([nn.Parameter(torch.ones(2, dtype=torch.float64)), nn.Parameter(torch.ones(3))]))
     assert mixed.taken
     assert "float64" in mixed.reason
+    assert "UninitializedParameter" in take_over(AdamW(nn.LazyLinear(3).parameters())).reason
 
 
 # What changes while training
