@@ -19,11 +19,12 @@ _MB = 1 << 20
 # From <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 
-# Measured on 2 cores of an Emerald Rapids (glibc 2.36, 4 KB pages), page faults of a step and peak resident memory:
-#   setting                          stock BERT 6x384, 12x384 tokens   buffers of a fused step, SQuAD lengths
-#   glibc's own                      590,000 faults   3.25 GB          6,000 - 76,000 faults   0.91 GB
-#   M_MMAP_THRESHOLD at its 32 MB    380,000          3.39                          0          0.94
-#   these                              6,000          3.68                          0          0.93
+# Measured on 2 cores of an Emerald Rapids (glibc 2.36, 4 KB pages): page faults of a training step, and peak memory, of
+# BERT 6x384 with 12x384 tokens.
+#                                   stock              cputrain           cputrain, SQuAD lengths
+#   glibc's own setting             590,000  3.25 GB   79,000  1.51 GB    17,000 - 22,000  1.02 - 1.07 GB
+#   M_MMAP_THRESHOLD = 32 MB (max)  380,000  3.39           1  1.38                11,000  1.04
+#   these                             6,000  3.68           2  1.38                     1  1.03 - 1.06
 # 590,000 faults are 0.9 s of the kernel's time. M_TOP_PAD (1 MB to 2 GB) and huge pages (madvise on the heap) changed
 # nothing that could be told from noise.
 _KEEP = {
