@@ -23,9 +23,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 STEPS_PER_TURN = 5  # as in training_side.py, which this process doesn't import: it needs no torch
-STEPS = 600
+STEPS = 500
 QUICK_STEPS, QUICK_QUESTIONS = 10, 32
 LAST_STEPS = 50  # the loss that is reported is the mean of so many
+LINE_EVERY = 100  # steps, where there is no terminal
 NAMES = ("stock", "cputrain")
 
 
@@ -66,6 +67,8 @@ def train(sides: list[Side], steps: int, console: Console) -> tuple[list[list[fl
                 speed = STEPS_PER_TURN / statistics.median(seconds[side][-10:])
                 loss = statistics.mean(losses[side][-LAST_STEPS:])
                 progress.update(bars[side], advance=STEPS_PER_TURN, speed=speed, loss=loss)
+                if not console.is_terminal and len(losses[side]) % LINE_EVERY == 0:  # a log shows no moving bar
+                    console.print(f"{NAMES[side]:>9}  step {len(losses[side])}: {speed:.1f} steps/s, loss {loss:.3f}")
     return seconds, losses
 
 
@@ -114,7 +117,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     arguments = parse_arguments()
     console = Console()
-    console.print("Training a 4-layer BERT to answer questions, from random weights, once per side.")
+    console.print("Training a 3-layer BERT to answer questions, from random weights, once per side.")
     questions = QUICK_QUESTIONS if arguments.quick else None
     sides = start_sides(arguments.steps, arguments.seed, arguments.threads, questions)
     try:
