@@ -14,6 +14,7 @@ from cputrain.layers.activations import activation_kind
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
+    has_hook,
     outputs_to_record,
     parameter_names,
     situation_obstacle,
@@ -33,13 +34,10 @@ _asked: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], bool]] = we
 
 
 def _hook_obstacle(encoder: nn.Module) -> str | None:
-    """A user's hook inside would see ragged shapes. (The recorders that transformers itself installs are idle here.)"""
+    """A hook inside would see ragged shapes."""
     for part in encoder.modules():
-        if part is encoder:
-            continue
-        for hooks in (part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks):
-            if any(getattr(hook, "__module__", "") != "transformers.utils.output_capturing" for hook in hooks.values()):
-                return f"{type(part).__name__} inside has a hook, which would see tokens without their padding"
+        if part is not encoder and has_hook(part):
+            return f"{type(part).__name__} inside has a hook, which would see tokens without their padding"
     return None
 
 

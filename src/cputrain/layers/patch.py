@@ -149,11 +149,26 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
     """Why `module` must be called rather than bypassed, or None: it must be exactly of a known class and untouched."""
     if kinds and type(module) not in kinds:
         return f"a part is {type(module).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if has_hook(module):
         return f"{type(module).__name__} has a hook"
     if not is_ours(module.__dict__.get("forward")) and not untouched(module):
         return f"the forward of {type(module).__name__} was replaced"
     return None
+
+
+def has_hook(module: nn.Module) -> bool:
+    """Whether somebody is to be told when `module` runs."""
+    found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    return any(not _is_idle(hook, module) for hooks in found for hook in hooks.values())
+
+
+def _is_idle(hook: Callable, module: nn.Module) -> bool:
+    """Hooks of transformers' own that do nothing now: of recorded outputs, and of checkpointing with frozen weights."""
+    if getattr(hook, "__module__", "") == "transformers.utils.output_capturing":
+        return not outputs_to_record(module)
+    if getattr(hook, "__name__", "") == "make_inputs_require_grads":
+        return all(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return False
 
 
 def untouched(module: nn.Module, method: str = "forward") -> bool:
