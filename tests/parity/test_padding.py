@@ -48,6 +48,18 @@ def test_a_batch_of_nothing_but_padding():
     assert (hidden == 0).all()
 
 
+def test_distances_counted_inside_the_encoder_are_those_of_the_padded_batch():
+    """ESM-2 turns queries and keys by their columns: tokens on both sides of a hole are further apart."""
+    settings = {"pad_token_id": 0, "mask_token_id": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    config = hf.EsmConfig(
+        vocab_size=61, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+        position_embedding_type="rotary", **settings,
+    )  # fmt: skip
+    stock, ours = pair(hf.EsmModel(config))
+    expected, found = (m(ids(HOLES), attention_mask=HOLES).last_hidden_state for m in (stock, ours))
+    torch.testing.assert_close(found[HOLES == 1], expected[HOLES == 1], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", [torch.bool, torch.int32, torch.int64, torch.float32, torch.float64])
 def test_masks_of_any_dtype(dtype):
     model = cputrain.optimize(bert())
