@@ -1,4 +1,4 @@
-"""`import cputrain.compat`: IPEX and the oneCCL bindings resolve to cputrain by the names that scripts import them by."""
+"""`import cputrain.compat`: the names of IPEX and of the oneCCL bindings resolve to cputrain."""
 
 from __future__ import annotations
 

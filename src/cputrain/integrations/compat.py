@@ -1,4 +1,4 @@
-"""`import intel_extension_for_pytorch`, `oneccl_bindings_for_pytorch`, `torch_ccl` resolve to ours where they are absent.
+"""The names of IPEX and of the oneCCL bindings resolve to ours, where the real packages are absent.
 
 Never as installed packages: only after `install()`, that is under `cputrain run` or after `import cputrain.compat`.
 """

@@ -1,0 +1,90 @@
+"""Scripts that import IPEX or the oneCCL bindings get ours: under `cputrain run` or after `import cputrain.compat`."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from cputrain import api
+from cputrain.integrations import ipex, oneccl
+from cputrain.integrations.notices import Refused
+from tests.integrations.tiny import bert, windows
+
+BATCH = {name: torch.stack([window[name] for window in windows(4)]) for name in windows(1)[0]}
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("name", ["intel_extension_for_pytorch", "oneccl_bindings_for_pytorch", "torch_ccl"])
+def test_the_names_resolve_only_when_asked(name: str) -> None:
+    assert "ModuleNotFoundError" in python("-c", f"import {name}").stderr
+    assert "ModuleNotFoundError" in python("-c", f"import cputrain, {name}").stderr
+    assert python("-c", f"import cputrain.compat, {name}").returncode == 0
+    assert python("-m", "cputrain", "run", "-c", f"import {name}").returncode == 0
+
+
+def test_a_real_package_wins(tmp_path: Path) -> None:
+    (tmp_path / "torch_ccl.py").write_text("real = True\n")
+    (tmp_path / "script.py").write_text("import torch_ccl\nassert torch_ccl.real\n")
+    assert python("-m", "cputrain", "run", str(tmp_path / "script.py")).returncode == 0
+
+
+def test_optimize_copies_unless_told_otherwise() -> None:
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    copied, copied_optimizer = ipex.optimize(model, optimizer=optimizer)
+    assert copied is not model and copied_optimizer is not optimizer
+    assert api.is_optimized(copied) and not api.is_optimized(model)
+    before = model.qa_outputs.weight.clone()
+    copied(**BATCH).loss.backward()
+    copied_optimizer.step()
+    assert torch.equal(model.qa_outputs.weight, before) and not torch.equal(copied.qa_outputs.weight, before)
+
+
+def test_optimize_in_place_returns_what_it_was_given() -> None:
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters())
+    assert ipex.optimize(model, optimizer=optimizer, inplace=True) == (model, optimizer)
+    assert ipex.optimize(bert(), dtype=torch.float32).qa_outputs.weight.dtype == torch.float32
+
+
+def test_bf16_and_unknown_keywords_are_accepted_and_named_once(caplog) -> None:
+    for _ in range(2):
+        ipex.optimize(bert(), dtype=torch.bfloat16, weights_prepack=False, auto_kernel_selection=True)
+    assert sum("auto_kernel_selection, weights_prepack has no effect" in line for line in caplog.messages) == 1
+    assert sum("the script asks for bf16" in line for line in caplog.messages) == 1
+
+
+def test_level_O0_changes_nothing() -> None:
+    assert not api.is_optimized(ipex.optimize(bert(), level="O0", inplace=True))
+
+
+def test_other_dtypes_are_refused() -> None:
+    with pytest.raises(Refused, match="found dtype=torch.float16"):
+        ipex.optimize(bert(), dtype=torch.float16)
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from oneccl_bindings_for_pytorch import cwd; print(cwd)",
+        "import torch; import torch_ccl; import os;  print(os.path.abspath(os.path.dirname(torch_ccl.__file__)))",
+    ],
+)
+def test_the_guides_source_lines_work(code: str) -> None:
+    folder = python("-m", "cputrain", "run", "-c", code).stdout.strip()
+    assert folder == oneccl.cwd
+    script = f'source "{folder}/env/setvars.sh" && echo "$I_MPI_ROOT" && echo "$PATH" && echo "$LD_LIBRARY_PATH"'
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LD_LIBRARY_PATH": "/x"}
+    answer = subprocess.run(["bash", "-c", script], capture_output=True, text=True, env=environment, check=True)
+    root, path, libraries = answer.stdout.splitlines()
+    assert root == sys.prefix
+    assert path.startswith(f"{root}/bin:")
+    assert libraries.split(":")[0] == f"{root}/lib" and libraries.endswith(":/x")
