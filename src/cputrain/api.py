@@ -73,7 +73,7 @@ def optimize(
     native.kernels()  # a library that doesn't load is reported before anything is touched
 
     _undo_model(model)
-    record = Record(chosen, reason, padding)
+    record = Record(chosen, reason, padding, Patches(chosen))
     model.__dict__[_RECORD] = record
     _take_over_model(model, record)
     memory.keep_freed_memory()

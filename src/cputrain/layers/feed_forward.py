@@ -20,13 +20,14 @@ from cputrain.layers.patch import (
     module_obstacle,
     parameter_names,
     parts_obstacle,
+    precision_of,
     step_aside,
     tensor_obstacle,
 )
 from cputrain.layers.probe import agrees, pattern
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
-from cputrain.ops.linear import flat
+from cputrain.ops.linear import flat, joined_linear
 
 # ---- linear + activation -------------------------------------------------------------------------------------------
 
@@ -51,8 +52,9 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
     if reason is not None:
         step_aside(self, reason)
         return stock(hidden_states)
-    h = nn.functional.linear(hidden_states, self.dense.weight)
-    return bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn))
+    h = joined_linear(flat(hidden_states), [self.dense.weight], [None], precision_of(self))
+    a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn))
+    return a.view(*hidden_states.shape[:-1], -1)
 
 
 def _is_intermediate(module: nn.Module) -> bool:
@@ -94,6 +96,7 @@ def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) ->
         known_kind(self.intermediate.intermediate_act_fn),
         norm.eps,
         residual.dropout_rate(self.output.dropout),
+        precision_of(self),
     )
     return out.view(attention_output.shape)
 
@@ -147,7 +150,8 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
         return stock(hidden_states)
     p = 0.0 if dropout is None else residual.dropout_rate(dropout)
     x = flat(hidden_states).contiguous()
-    y = feed_forward(x, up.weight, up.bias, down.weight, down.bias, known_kind(activation), p)
+    weights = up.weight, up.bias, down.weight, down.bias
+    y = feed_forward(x, *weights, known_kind(activation), p, precision_of(self))
     return y.view(hidden_states.shape)
 
 

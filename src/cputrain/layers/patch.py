@@ -24,6 +24,8 @@ logger = logging.getLogger("cputrain")
 
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
+# … and the precision of its products, unless that is fp32.
+PRECISION = "_cputrain_precision"
 
 
 @dataclass
@@ -44,6 +46,7 @@ class Replacement:
 class Patches:
     """Everything that `optimize` changed on one model, so that it can be listed and undone."""
 
+    precision: str = "fp32"
     replaced: list[Replacement] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
 
@@ -53,6 +56,8 @@ class Patches:
         wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
         self.set(name, module, method, types.MethodType(wrapper, module), what)
         self.replaced[-1].block = block
+        if self.precision != "fp32" and PRECISION not in module.__dict__:
+            self.set(name, module, PRECISION, self.precision, "its precision")
 
     def set(self, name: str, module: nn.Module, attribute: str, value: Any, what: str) -> None:
         had = attribute in module.__dict__
@@ -94,6 +99,10 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
 
     forward.cputrain = True  # type: ignore[attr-defined]
     return forward
+
+
+def precision_of(module: nn.Module) -> Any:
+    return module.__dict__.get(PRECISION, "fp32")
 
 
 def is_ours(method: Any) -> bool:
@@ -159,7 +168,7 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
 def has_hook(module: nn.Module) -> bool:
     """Whether somebody is to be told when `module` runs."""
     found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(not _is_idle(hook, module) for hooks in found for hook in hooks.values())
+    return any(found) and any(not _is_idle(hook, module) for hooks in found for hook in hooks.values())
 
 
 def _is_idle(hook: Callable, module: nn.Module) -> bool:

@@ -7,7 +7,14 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import Patches, global_hook_obstacle, module_obstacle, step_aside, tensor_obstacle
+from cputrain.layers.patch import (
+    Patches,
+    global_hook_obstacle,
+    module_obstacle,
+    precision_of,
+    step_aside,
+    tensor_obstacle,
+)
 from cputrain.layers.probe import agrees, pattern
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
@@ -57,6 +64,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, input
         norm.bias,
         norm.eps,
         dropout_rate(self.dropout),
+        precision_of(self),
     )
     return out.view(input_tensor.shape)
 

@@ -18,6 +18,7 @@ from cputrain.layers.patch import (
     outputs_to_record,
     parameter_names,
     parts_obstacle,
+    precision_of,
     step_aside,
     tensor_obstacle,
 )
@@ -107,7 +108,7 @@ def fused_forward(
     triple, rate = _triple(self), _attention_rate(self)
     assert triple is not None and rate is not None
     x = flat(hidden_states)
-    qkv = joined_linear(x, [part.weight for part in triple], [part.bias for part in triple])
+    qkv = joined_linear(x, [part.weight for part in triple], [part.bias for part in triple], precision_of(self))
     size = _head_size(self)
     heads = triple[0].out_features // size
     context = packed_attention(qkv, sequences, heads=heads, scale=self.scaling, causal=causal, p=rate)
@@ -119,7 +120,7 @@ def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor
         norm = module.LayerNorm
         out = residual_block(
             flat(context), flat(hidden_states).contiguous(), module.dense.weight, module.dense.bias,
-            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout),
+            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), precision_of(module),
         )  # fmt: skip
         return out.view(hidden_states.shape)
     ending = _ending(module)

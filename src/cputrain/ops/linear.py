@@ -39,7 +39,7 @@ def forward_product(
 
 def kept_input(x_TI: Tensor, precision: Precision) -> Tensor:
     """What `forward_product` would have kept of x: for an input that is computed again in the backward."""
-    return x_TI if precision == "fp32" else matmul.by_columns(x_TI, "right").memory
+    return x_TI if precision == "fp32" else matmul.pack(x_TI, columns="right")[1].memory
 
 
 class OutputGradient:
@@ -59,7 +59,7 @@ class OutputGradient:
         self.rows, self.columns = (None, None)
         if need_x or columns:
             self.rows, self.columns = matmul.pack(
-                dy_TO, rows="left" if need_x else None, columns="left" if columns else None, column_sums=self.bias
+                dy_TO, rows="left" if need_x else None, columns="left" if columns else None, sums=self.bias
             )
 
     def of_input(self, w_OI: Tensor, add_to: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ class OutputGradient:
         """dw_OI = dyᵀ x, from what `forward_product` or `kept_input` kept of x."""
         if self.precision == "fp32":
             return self.dy.t().mm(kept)
-        return matmul.product(self.columns, matmul.Packed(kept, in_features, self.columns.depth, "right"))
+        return matmul.product(self.columns, matmul.Operand(kept, in_features, self.columns.depth, "right"))
 
 
 class _JoinedLinear(torch.autograd.Function):
@@ -81,7 +81,7 @@ class _JoinedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TI: Tensor, precision: Precision, count: int, *weights_and_biases: Tensor | None) -> Tensor:
         weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        joined = torch.cat(weights)  # type: ignore[arg-type]
+        joined = torch.cat(weights) if count > 1 else weights[0]  # type: ignore[arg-type]
         bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
         y, kept = forward_product(x_TI, joined, bias, precision, keep=any(ctx.needs_input_grad[3 : 3 + count]))
         ctx.sizes = [w.shape[0] for w in weights]  # type: ignore[union-attr]

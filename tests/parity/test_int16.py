@@ -1,0 +1,85 @@
+"""dtype="int16": products of block-scaled integers, everything else as in fp32."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import cputrain
+from tests.model_zoo import tiny
+from tests.parity.gradients import gradients
+
+
+def _distance(a, b):
+    """Of two gradients as a whole, relative to the second."""
+    whole = torch.stack([g.norm() for g in b.values()]).norm()
+    return (torch.stack([(a[name] - b[name]).norm() for name in b]).norm() / whole).item()
+
+
+def _in_bf16(model, batch):
+    def loss(m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(**batch).loss
+
+    return gradients(copy.deepcopy(model), loss)
+
+
+@pytest.mark.parametrize("padding", ["none", "right"])
+@pytest.mark.parametrize("name", ["bert", "distilbert", "albert", "electra", "mpnet"])
+def test_error_is_at_most_a_quarter_of_bf16s(isa, name, padding):
+    model, batch = tiny(name, padding=padding)
+
+    def loss(m):
+        return m(**batch).loss
+
+    exact = gradients(cputrain.optimize(copy.deepcopy(model)), loss)
+    ours = gradients(cputrain.optimize(copy.deepcopy(model), dtype="int16"), loss)
+    stock = gradients(copy.deepcopy(model), loss)
+    error = _distance(ours, exact)
+    assert 1e-7 < error <= _distance(_in_bf16(model, batch), stock) / 4
+
+
+def test_every_product_of_a_layer_is_int16(monkeypatch):
+    """query, key and value are one product, the output and the feed-forward three; each has two gradients."""
+    from cputrain.ops import matmul
+
+    model, batch = tiny("bert")
+    cputrain.optimize(model, dtype="int16")
+    calls = []
+    product = matmul.product
+    monkeypatch.setattr(matmul, "product", lambda *a, **k: calls.append(1) or product(*a, **k))
+    model(**batch).loss.backward()
+    assert len(calls) == 3 * 4 * model.config.num_hidden_layers
+
+
+def test_precision_is_switched_and_restored():
+    model, batch = tiny("bert")
+    stock = model(**batch).loss
+    fp32 = cputrain.optimize(model)(**batch).loss
+    int16 = cputrain.optimize(model, dtype=torch.int16)(**batch).loss
+    assert not torch.equal(int16, fp32) and "int16" in str(cputrain.explain(model))
+    assert torch.equal(cputrain.optimize(model, dtype="fp32")(**batch).loss, fp32)
+    assert torch.equal(cputrain.restore(model)(**batch).loss, stock)
+
+
+def test_weights_are_packed_anew_after_any_change():
+    model, batch = tiny("bert")
+    cputrain.optimize(model, dtype="int16")
+    before = model(**batch).loss
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)  # moves no version counter
+    after = model(**batch).loss
+    fresh, _ = tiny("bert")
+    fresh.load_state_dict(model.state_dict())
+    assert not torch.equal(before, after)
+    assert torch.equal(after, cputrain.optimize(fresh, dtype="int16")(**batch).loss)
+
+
+def test_an_infinity_is_not_hidden():
+    model, batch = tiny("bert")
+    cputrain.optimize(model, dtype="int16")
+    with torch.no_grad():
+        model.bert.encoder.layer[0].intermediate.dense.weight[3, 5] = torch.inf
+    assert not model(**batch).loss.isfinite()
