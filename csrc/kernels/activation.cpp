@@ -148,7 +148,7 @@ struct Pieces {
   int64_t width(int64_t r) const { return total - r * cols < cols ? total - r * cols : cols; }
 };
 
-constexpr int64_t kFewElements = 4096;  // a dozen cycles for a vector of them: some microseconds
+constexpr int64_t kFewActivations = 4096;  // a dozen cycles for a vector of them: some microseconds
 
 }  // namespace
 
@@ -156,7 +156,7 @@ void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t r
                         int64_t kind) {
   const Pieces pieces(rows, cols, bias);
   const ForwardRow forward = forward_of(kind, bias);
-#pragma omp parallel for schedule(static) if (pieces.total > kFewElements)
+#pragma omp parallel for schedule(static) if (pieces.total > kFewActivations)
   for (int64_t r = 0; r < pieces.rows; r++)
     forward(h + r * pieces.cols, bias, out + r * pieces.cols, pieces.width(r));
 }
@@ -168,7 +168,7 @@ void KERNEL(activation_backward)(const float* grad, const float* h, const float*
   const BackwardRow backward = backward_of(kind, bias, value);
   const RowChunks chunks(pieces.rows, bias ? 32 : 1);
   const ColumnSums sums(chunks, 1, bias ? cols : 0);
-#pragma omp parallel if (pieces.total > kFewElements)
+#pragma omp parallel if (pieces.total > kFewActivations)
   {
 #pragma omp for schedule(static)
     for (int64_t chunk = 0; chunk < chunks.count; chunk++) {

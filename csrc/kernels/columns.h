@@ -16,6 +16,10 @@ namespace {
 
 constexpr int kChains = 4;
 
+// A kernel at memory speed stays on one thread below this: 64 KB take about as long as waking the
+// others.
+constexpr int64_t kFewElements = 16384;
+
 struct Whole {
   Vec load(const float* p) const { return ::load(p); }
   void store(float* p, Vec v) const { ::store(p, v); }

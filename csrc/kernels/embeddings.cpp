@@ -19,13 +19,17 @@ struct Lookup {
 struct Sources {
   Lookup word, position, type;
 
-  // Writes the sum of token r's rows into z and returns the sum of all its columns.
-  float gather(int64_t r, int64_t cols, float* z) const {
+  // Writes the sum of token r's rows into z and returns the sum of all its columns. Of the tables
+  // only the words' is too large for a cache and read in no order: the next token's row is fetched
+  // meanwhile.
+  float gather(int64_t r, int64_t rows, int64_t cols, float* z) const {
     const float* first = word.row(r, cols);
+    const float* next = word.row(r + 1 < rows ? r + 1 : r, cols);
     const float* second = position.row(r, cols);
     const float* third = type.row(r, cols);
     Vec sums[kChains] = {};
     for_columns(cols, [&](int64_t c, int j, auto part) INLINE_BODY {
+      fetch(next + c);
       Vec v = part.load(first + c);
       if (second) v += part.load(second + c);
       if (third) v += part.load(third + c);
@@ -35,8 +39,6 @@ struct Sources {
     return sum_of_chains(sums);
   }
 };
-
-constexpr int64_t kFewElements = 16384;  // 64 KB take about as long as waking the other threads
 
 // The part of a table's gradient that one thread owns: some columns of some rows. Whoever owns it,
 // a row gets its tokens' gradients in their order, so the result doesn't depend on the number of
@@ -78,9 +80,8 @@ void KERNEL(embed)(const float* word, const int64_t* word_ids, const float* posi
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
   for (int64_t r = 0; r < rows; r++) {
     float* row = out + r * cols;
-    const float total = sources.gather(r, cols, row);
-    const Moments m =
-        moments(row, cols, total, eps, sources.word.row(r + 1 < rows ? r + 1 : r, cols));
+    const float total = sources.gather(r, rows, cols, row);
+    const Moments m = moments(row, cols, total, eps, row);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
     normalise(row, m, weight, beta, row, cols, row_key(key, r), rate);
@@ -109,11 +110,12 @@ void KERNEL(embed_backward)(const float* grad_out, const float* word, const int6
         if (p > 0) {
           for_columns_dropped<true>(cols, row_key(key, r), rate,
                                     [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
+                                      fetch(grad + cols + c);
                                       part.store(kept + c, part.load(grad + c) * factor);
                                     });
           grad = kept;
         }
-        sources.gather(r, cols, gathered);
+        sources.gather(r, rows, cols, gathered);
         const Moments m = {mean[r], rstd[r]};
         GradMeans means;
         grad_means<1>(grad, gathered, &m, weight, add, cols, &means);

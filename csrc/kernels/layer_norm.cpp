@@ -53,8 +53,6 @@ struct Backward {
   }
 };
 
-constexpr int64_t kFewElements = 16384;  // 64 KB take about as long as waking the other threads
-
 }  // namespace
 
 void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, float* out,
