@@ -35,10 +35,8 @@ class Windows:
 
 def read_examples(path: str | Path) -> list[Example]:
     """A SQuAD JSON file, v1.1 or v2.0, gzipped or not."""
-    path = Path(path)
-    opened = gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else open(path, encoding="utf-8")
-    with opened as file:
-        data = json.load(file)
+    content = Path(path).read_bytes()
+    data = json.loads(gzip.decompress(content) if str(path).endswith(".gz") else content)
     if not isinstance(data, dict) or "data" not in data:
         raise ValueError(f"{path} is not a SQuAD file: it has no list 'data' of articles.")
     return [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import gzip
+import itertools
 import json
 import math
 import os
@@ -142,13 +143,13 @@ def test_windows_overlap_by_the_stride_and_cover_the_context(place: Path, tokeni
     inside = [offsets[offsets[:, 0] >= 0] for offsets in windows.offsets]
     assert len(inside) > 2
     assert inside[0][0, 0] == 0 and inside[-1][-1, 1] == len(example[0].context.rstrip())
-    for before, after in zip(inside, inside[1:], strict=False):
+    for before, after in itertools.pairwise(inside):
         assert (before[-6:] == after[:6]).all()
 
 
 def test_a_file_that_is_not_squads_is_refused(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text("[]")
-    with pytest.raises(ValueError, match="x.json is not a SQuAD file"):
+    with pytest.raises(ValueError, match=r"x\.json is not a SQuAD file"):
         squad.read_examples(tmp_path / "x.json")
 
 

@@ -67,7 +67,7 @@ def test_level_O0_changes_nothing() -> None:
 
 
 def test_other_dtypes_are_refused() -> None:
-    with pytest.raises(Refused, match="found dtype=torch.float16"):
+    with pytest.raises(Refused, match=r"found dtype=torch\.float16"):
         ipex.optimize(bert(), dtype=torch.float16)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from cputrain import __version__
-from cputrain.cli import doctor, run
+from cputrain.cli import config, doctor, launch, run
 
 app = typer.Typer(
     name="cputrain",
@@ -19,6 +19,9 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command()(doctor.doctor)
+app.command()(config.config)
+# What stands after the script is the script's.
+app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
 
 
 @app.command("run", help=run.SUMMARY, add_help_option=False)

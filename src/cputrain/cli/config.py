@@ -1,0 +1,125 @@
+"""`cputrain config`: Accelerate's dialog for CPUs, question by question as in its guide."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from cputrain.launch import config_file
+from cputrain.launch.config import PORT, Config
+
+_MACHINES = {"No distributed training": "NO", "multi-CPU": "MULTI_CPU"}
+_PRECISIONS = ("no", "bf16")
+
+
+def config(
+    file: Annotated[Path | None, typer.Option("--file", "--config_file", help="Where; else the default place.")] = None,
+    default: Annotated[bool, typer.Option("--default", help="Ask nothing: write the defaults.")] = False,
+    update: Annotated[bool, typer.Option("--update", help="Ask nothing: read the file, write it anew.")] = False,
+    for_accelerate: Annotated[
+        Path | None, typer.Option("--for-accelerate", help="Write the configuration there, as accelerate accepts it.")
+    ] = None,
+) -> None:
+    """Answer Accelerate's questions about this machine, and write the configuration that `launch` reads."""
+    path = file or config_file.default_path()
+    if for_accelerate:
+        chosen = config_file.read(path) if path.exists() else config_file.read_default()[0]
+        config_file.write_for_accelerate(chosen, for_accelerate)
+        print(f"accelerate's configuration is in {for_accelerate}")
+        return
+    chosen = config_file.read(path) if update else Config() if default else ask()
+    config_file.write(chosen, path)
+    print(config_file.to_text(chosen.to_mapping()), end="")
+    print(f"The configuration is in {path}: `cputrain launch SCRIPT` reads it.")
+
+
+def ask() -> Config:
+    """The dialog. Several processes or machines are asked about only where there may be some."""
+    _choose("In which compute environment are you running?", ["This machine"])
+    kind = _MACHINES[_choose("Which type of machine are you using?", list(_MACHINES))]
+    answers: dict[str, Any] = {"distributed_type": kind}
+    if kind == "NO":
+        answers["use_cpu"] = _yes(
+            "Do you want to run your training on CPU only (even if a GPU / Apple Silicon device is available)?", True
+        )
+    else:
+        answers |= _ask_machines()
+    answers["ipex"] = _yes("Do you want to use Intel PyTorch Extension (IPEX) to speed up training on CPU?", True)
+    if _yes("Do you wish to optimize your script with torch dynamo?", False):
+        print("torch dynamo fuses by itself, and cputrain would stay out: the answer is taken as no.")
+    if kind == "NO" and _yes("Do you want to use DeepSpeed?", False):
+        print("DeepSpeed trains on GPUs, cputrain on CPUs: the answer is taken as no.")
+    if kind == "MULTI_CPU":
+        answers["num_processes"] = _number(
+            "How many CPU(s) should be used for distributed training?",
+            answers["num_machines"],
+            lambda n: n % answers["num_machines"] and f"{answers['num_machines']} machines can't share {n} evenly.",
+        )
+    answers["mixed_precision"] = _choose("Do you wish to use FP16 or BF16 (mixed precision)?", list(_PRECISIONS))
+    return Config(**answers)
+
+
+def _ask_machines() -> dict[str, Any]:
+    machines = _number("How many different machines will you use (use more than 1 for multi-node training)?", 1)
+    if machines == 1:
+        return {"num_machines": 1}
+    ranks = [str(rank) for rank in range(machines)]
+    return {
+        "num_machines": machines,
+        "machine_rank": int(_choose("What is the rank of this machine?", ranks)),
+        "main_process_ip": _text("What is the IP address of the machine that will host the main process?"),
+        "main_process_port": _number("What is the port you will use to communicate with the main process?", PORT),
+        "same_network": _yes(
+            "Are all the machines on the same local network? Answer `no` if nodes are on the cloud and/or on different "
+            "network hosts",
+            True,
+        ),
+    }
+
+
+# --- Kinds of questions ------------------------------------------------------------------------------------------
+
+
+def _asked(question: Any) -> Any:
+    answer = question.ask()
+    if answer is None:  # Ctrl-C
+        raise typer.Exit(130)
+    return answer
+
+
+def _choose(question: str, choices: list[str]) -> str:
+    import questionary
+
+    return _asked(questionary.select(question, choices=choices))
+
+
+def _text(question: str, default: str = "", problem: Callable[[str], str | bool | int] = lambda _: False) -> str:
+    import questionary
+
+    def valid(answer: str) -> bool | str:
+        if not (answer or default):
+            return "An answer is needed."
+        found = problem(answer or default)
+        return str(found) if found else True
+
+    return _asked(questionary.text(question, validate=valid)) or default
+
+
+def _yes(question: str, default: bool) -> bool:
+    def problem(answer: str) -> str | bool:
+        return answer.lower() not in ("yes", "no", "y", "n") and "Answer yes or no."
+
+    answer = _text(f"{question} [{'YES/no' if default else 'yes/NO'}]:", "yes" if default else "no", problem)
+    return answer.lower().startswith("y")
+
+
+def _number(question: str, default: int, problem: Callable[[int], str | bool | int] = lambda _: False) -> int:
+    def wrong(answer: str) -> str | bool | int:
+        if not answer.isdecimal() or int(answer) < 1:
+            return "A whole number is needed."
+        return problem(int(answer))
+
+    return int(_text(f"{question} [{default}]:", str(default), wrong))

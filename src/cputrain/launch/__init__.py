@@ -1,0 +1,1 @@
+"""How trainings are started: the configuration of Accelerate's guide, and what it means for processes and threads."""

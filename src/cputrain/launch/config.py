@@ -1,0 +1,97 @@
+"""What a launch is told: Accelerate's configuration for CPUs, as a value that can't contradict itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
+PRECISIONS = ("no", "bf16")
+PORT = 29500
+
+
+class ConfigError(ValueError):
+    """A setting that can't be used; `key` names it, so that a file's line can be found."""
+
+    def __init__(self, key: str, sentence: str) -> None:
+        super().__init__(sentence)
+        self.key = key
+
+
+@dataclass(frozen=True)
+class Config:
+    """The keys of the Accelerate guide's file, in its order. `ipex` is `ipex_config: ipex:` there."""
+
+    compute_environment: str = "LOCAL_MACHINE"
+    distributed_type: str = "NO"
+    downcast_bf16: str = "no"
+    ipex: bool = True
+    machine_rank: int = 0
+    main_process_ip: str | None = None
+    main_process_port: int | None = None
+    main_training_function: str = "main"
+    mixed_precision: str = "no"
+    num_machines: int = 1
+    num_processes: int = 1
+    rdzv_backend: str = "static"
+    same_network: bool = True
+    tpu_env: tuple[str, ...] = ()
+    tpu_use_cluster: bool = False
+    tpu_use_sudo: bool = False
+    use_cpu: bool = True
+
+    def __post_init__(self) -> None:
+        _check_choices(self)
+        _check_numbers(self)
+        _check_together(self)
+
+    def to_mapping(self) -> dict[str, object]:
+        """As the file has it, key for key; an address is written only where there is one."""
+        values: dict[str, object] = {}
+        for item in fields(self):
+            value = getattr(self, item.name)
+            if item.name == "ipex":
+                values["ipex_config"] = {"ipex": value}
+            elif value is not None:
+                values[item.name] = list(value) if isinstance(value, tuple) else value
+        return values
+
+
+def _check_choices(config: Config) -> None:
+    if config.compute_environment != "LOCAL_MACHINE":
+        raise _not_one_of("compute_environment", config.compute_environment, ("LOCAL_MACHINE",))
+    if config.distributed_type not in DISTRIBUTED_TYPES:
+        raise _not_one_of("distributed_type", config.distributed_type, DISTRIBUTED_TYPES)
+    if config.mixed_precision == "fp16":
+        raise ConfigError("mixed_precision", "fp16 doesn't train on CPUs: write bf16 or no.")
+    if config.mixed_precision not in PRECISIONS:
+        raise _not_one_of("mixed_precision", config.mixed_precision, PRECISIONS)
+
+
+def _not_one_of(key: str, found: str, known: tuple[str, ...]) -> ConfigError:
+    return ConfigError(key, f"{key} must be {' or '.join(known)}, found {found!r}.")
+
+
+def _check_numbers(config: Config) -> None:
+    for key, least in (("num_machines", 1), ("num_processes", 1), ("machine_rank", 0)):
+        if getattr(config, key) < least:
+            raise ConfigError(key, f"{key} must be at least {least}, found {getattr(config, key)}.")
+    if config.main_process_port is not None and not 0 < config.main_process_port < 65536:
+        raise ConfigError(
+            "main_process_port", f"main_process_port must be 1 to 65535, found {config.main_process_port}."
+        )
+
+
+def _check_together(config: Config) -> None:
+    machines, processes = config.num_machines, config.num_processes
+    if config.distributed_type == "NO" and max(machines, processes) > 1:
+        key = "num_machines" if machines > 1 else "num_processes"
+        raise ConfigError(key, f"{key} is {max(machines, processes)}, but distributed_type is NO: write MULTI_CPU.")
+    if processes % machines:
+        raise ConfigError("num_processes", f"{processes} processes can't be shared evenly by {machines} machines.")
+    if config.machine_rank >= machines:
+        raise ConfigError(
+            "machine_rank",
+            f"machine_rank is {config.machine_rank}, but the ranks of {machines} machines end at {machines - 1}.",
+        )
+    if machines > 1 and not config.main_process_ip:
+        raise ConfigError("num_machines", f"{machines} machines need a main_process_ip: the address of rank 0.")

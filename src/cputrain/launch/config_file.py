@@ -1,0 +1,208 @@
+"""Reads and writes the configuration file. Whatever is wrong with one is a sentence with the file's line."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cputrain.launch.config import Config, ConfigError
+
+if TYPE_CHECKING:
+    from ruamel.yaml.nodes import MappingNode, Node
+
+_TEXT = ("compute_environment", "distributed_type", "downcast_bf16", "main_training_function", "mixed_precision")
+_WHOLE = ("machine_rank", "main_process_port", "num_machines", "num_processes")
+_TRUTH = ("same_network", "tpu_use_cluster", "tpu_use_sudo", "use_cpu")
+# accelerate writes them too. What they say has no meaning on CPUs, so only "nothing" is accepted.
+_EMPTY = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "gpu_ids")
+_IGNORED = ("debug", "enable_cpu_affinity", "dynamo_config", "mpirun_config", "tpu_name", "tpu_zone", "commands")
+
+
+def default_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where `cputrain config` writes, and `cputrain launch` looks first."""
+    folder = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config"
+    return Path(folder) / "cputrain" / "default_config.yaml"
+
+
+def accelerates_path(environ: Mapping[str, str] = os.environ) -> Path:
+    """Accelerate's own default file: read if ours is absent, never written, because it refuses ipex_config."""
+    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache")
+    folder = Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate"
+    names = [folder / f"default_config.{ending}" for ending in ("yaml", "yml", "json")]
+    return next((name for name in names if name.exists()), names[0])
+
+
+def read_default(environ: Mapping[str, str] = os.environ) -> tuple[Config, str]:
+    """The configuration that holds if none is named, and where it came from."""
+    for path in (default_path(environ), accelerates_path(environ)):
+        if path.exists():
+            return read(path), str(path)
+    return Config(), "no configuration file: defaults"
+
+
+def read(path: str | Path) -> Config:
+    try:
+        text = Path(path).read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
+    return parse(text, str(path))
+
+
+def parse(text: str, path: str) -> Config:
+    root = _composed(text, path)
+    lines: dict[str, int] = {}
+    values: dict[str, object] = {}
+    for key_node, node in root.value:
+        key, line = _scalar(key_node), key_node.start_mark.line + 1
+        try:
+            if not isinstance(key, str):
+                raise ConfigError("", f"a key must be a name, found {_shown(key)}.")
+            if key in lines:
+                raise ConfigError("", f"{key} stands in line {lines[key]} already.")
+            values.update(_values(key, node))
+        except ConfigError as error:
+            raise ValueError(f"{path}, line {line}: {error}") from None
+        lines[key] = line
+    try:
+        return Config(**values)  # type: ignore[arg-type]
+    except ConfigError as error:
+        line = lines.get(error.key, 1)
+        raise ValueError(f"{path}, line {line}: {error}") from None
+
+
+def write(config: Config, path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_text(config.to_mapping()))
+
+
+def write_for_accelerate(config: Config, path: Path) -> None:
+    """Without ipex_config, which accelerate refuses since 1.13."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(to_text({key: value for key, value in config.to_mapping().items() if key != "ipex_config"}))
+
+
+def to_text(values: Mapping[str, object]) -> str:
+    """As accelerate writes it: words that YAML would read as truth values stand in quotes."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.scalarstring import SingleQuotedScalarString
+
+    yaml = YAML()
+    yaml.default_flow_style = False
+    stream = StringIO()
+    yaml.dump({key: SingleQuotedScalarString(str(v)) if _is_truth(v) else v for key, v in values.items()}, stream)
+    return stream.getvalue()
+
+
+# --- From YAML to values -----------------------------------------------------------------------------------------
+
+
+def _composed(text: str, path: str) -> MappingNode:
+    """The file's nodes, which know their lines. Nothing is constructed from tags."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+    from ruamel.yaml.nodes import MappingNode
+
+    try:
+        root = YAML(typ="safe", pure=True).compose(StringIO(text))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: {error.problem or error.context}.") from None
+    except YAMLError as error:  # a character that YAML doesn't allow
+        line = text[: getattr(error, "position", 0)].count("\n") + 1
+        raise ValueError(f"{path}, line {line}: {getattr(error, 'reason', 'not YAML')}.") from None
+    except RecursionError:
+        raise ValueError(f"{path}, line 1: it is nested too deeply.") from None
+    if not isinstance(root, MappingNode):
+        raise ValueError(f"{path}, line 1: a configuration is a list of `key: value` lines, found none.")
+    return root
+
+
+def _values(key: str, node: Node) -> dict[str, object]:
+    """What one line of the file says, by our names."""
+    if key == "ipex_config":
+        return _ipex(node)
+    if key == "main_process_ip":
+        return {key: None if _scalar(node) is None else _text(key, node)}
+    if key == "rdzv_backend" or key in _TEXT:
+        return {key: _text(key, node)}
+    if key == "main_process_port" and _scalar(node) is None:
+        return {key: None}
+    for names, reader in ((_WHOLE, _whole), (_TRUTH, _truth)):
+        if key in names:
+            return {key: reader(key, node)}
+    if key == "tpu_env" or key in _EMPTY:
+        if _scalar(node) not in (None, "", "all") and node.value:
+            raise ConfigError(key, f"{key} has no meaning on CPUs: leave it out.")
+        return {}
+    if key in _IGNORED:
+        return {}
+    raise ConfigError(key, f"{key} is not a key that cputrain knows; remove it.")
+
+
+def _ipex(node: Node) -> dict[str, object]:
+    from ruamel.yaml.nodes import MappingNode
+
+    if not isinstance(node, MappingNode):
+        if _scalar(node) is None:
+            return {}
+        raise ConfigError("ipex_config", "ipex_config must hold `ipex: true` or `ipex: false`.")
+    found: dict[str, object] = {}
+    for key_node, value in node.value:
+        key = _scalar(key_node)
+        if key == "use_xpu" and _truth(key, value):
+            raise ConfigError("ipex_config", "use_xpu chooses a GPU, and cputrain trains on CPUs: leave it out.")
+        if key not in ("ipex", "use_xpu"):
+            raise ConfigError("ipex_config", f"ipex_config knows `ipex`, found {key!r}.")
+        if key == "ipex":
+            found["ipex"] = _truth("ipex", value)
+    return found
+
+
+def _scalar(node: Node) -> object:
+    """The text of a scalar, None for YAML's null, and the node itself if it is a list or a mapping."""
+    from ruamel.yaml.nodes import ScalarNode
+
+    if not isinstance(node, ScalarNode):
+        return node
+    return None if str(node.tag).endswith(":null") else node.value
+
+
+def _text(key: str, node: Node) -> str:
+    value = _scalar(node)
+    if not isinstance(value, str):
+        raise ConfigError(key, f"{key} must be a word.")
+    if key in ("downcast_bf16", "mixed_precision") and _is_truth(value):
+        return "no" if value.lower() in _NO else value  # an unquoted no is false to YAML, and "no" to accelerate
+    return "NO" if key == "distributed_type" and value.lower() in _NO else value
+
+
+def _whole(key: str, node: Node) -> int:
+    value = _scalar(node)
+    if not isinstance(value, str) or not re.fullmatch(r"[+-]?\d{1,9}", value):
+        raise ConfigError(key, f"{key} must be a whole number, found {_shown(value)}.")
+    return int(value)
+
+
+_YES, _NO = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def _truth(key: str, node: Node) -> bool:
+    value = _scalar(node)
+    if not isinstance(value, str) or not _is_truth(value):
+        raise ConfigError(key, f"{key} must be true or false, found {_shown(value)}.")
+    return value.lower() in _YES
+
+
+def _is_truth(value: object) -> bool:
+    return isinstance(value, str) and value.lower() in (*_YES, *_NO)
+
+
+def _shown(value: object) -> str:
+    return "nothing" if value is None else repr(value) if isinstance(value, str) else "a list or a mapping"

@@ -1,0 +1,111 @@
+"""`cputrain launch` applies a configuration to one process; options win over the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cputrain import hardware
+from cputrain.launch import config_file, environment
+from cputrain.launch.config import Config
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SHOW = """
+import json, os, sys
+names = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_IPEX", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS",
+         "CPUTRAIN_DTYPE", "CPUTRAIN_PADDING")
+print(json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    path = tmp_path / "show.py"
+    path.write_text(SHOW)
+    return path
+
+
+def launch(*arguments: str, home: Path, **environ: str) -> subprocess.CompletedProcess[str]:
+    clean = {
+        k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "CPUTRAIN_", "XDG_", "HF_"))
+    }
+    command = [sys.executable, "-m", "cputrain", "launch", *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=home, env={**clean, "HOME": str(home), **environ}, check=False
+    )
+
+
+def shown(*arguments: str, home: Path, **environ: str) -> dict:
+    answer = launch(*arguments, home=home, **environ)
+    assert answer.returncode == 0, answer.stderr
+    return json.loads(answer.stdout)
+
+
+def test_the_guides_file_reaches_the_script(script: Path) -> None:
+    found = shown(
+        "--config_file", str(EXAMPLES / "nlp_example.yaml"), str(script), "--num_processes", "-m", home=script.parent
+    )
+    assert found == {
+        "argv": ["--num_processes", "-m"],
+        "ACCELERATE_USE_CPU": "true",
+        "ACCELERATE_USE_IPEX": "true",
+        "ACCELERATE_MIXED_PRECISION": "bf16",
+        "OMP_NUM_THREADS": str(hardware.this_machine().usable_cores.value),
+        "CPUTRAIN_DTYPE": None,
+        "CPUTRAIN_PADDING": None,
+    }
+
+
+def test_options_win_over_the_file(script: Path) -> None:
+    options = ["--mixed-precision", "no", "--no-ipex", "--dtype", "fp32", "--padding", "keep"]
+    options += ["--num_cpu_threads_per_process", "3"]
+    file = ["--config_file", str(EXAMPLES / "nlp_example.yaml")]
+    found = shown(*file, *options, str(script), home=script.parent, OMP_NUM_THREADS="7")
+    assert found["ACCELERATE_MIXED_PRECISION"] == "no" and found["ACCELERATE_USE_IPEX"] == "false"
+    assert (found["CPUTRAIN_DTYPE"], found["CPUTRAIN_PADDING"], found["OMP_NUM_THREADS"]) == ("fp32", "keep", "3")
+
+
+def test_the_default_file_is_read_by_itself(script: Path) -> None:
+    config_file.write(
+        Config(mixed_precision="bf16", ipex=False), config_file.default_path({"HOME": str(script.parent)})
+    )
+    found = shown(str(script), home=script.parent)
+    assert (found["ACCELERATE_MIXED_PRECISION"], found["ACCELERATE_USE_IPEX"]) == ("bf16", "false")
+
+
+def test_a_module_may_be_launched(script: Path) -> None:
+    assert shown("-m", "show", "x", home=script.parent)["argv"] == ["x"]
+
+
+def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
+    (tmp_path / "ends.py").write_text("raise SystemExit(5)")
+    assert launch("ends.py", home=tmp_path).returncode == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "x.py"], "the configuration asks for 2 processes, and this version of cputrain launches one"),
+        (["--num_machines", "2", "x.py"], "1 processes can't be shared evenly by 2 machines"),
+        (["--mixed_precision", "fp16", "x.py"], "fp16 doesn't train on CPUs"),
+        (["--config_file", "nowhere.yaml", "x.py"], "nowhere.yaml can't be read"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
+    answer = launch(*arguments, home=tmp_path)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"cputrain: {said}") and answer.stderr.count("\n") == 1
+
+
+def test_threads_share_the_usable_cores() -> None:
+    machine = hardware.detect()
+    several = Config(distributed_type="MULTI_CPU", num_processes=8, num_machines=4, main_process_ip="x")
+    cores = machine.usable_cores.value
+    assert environment.of_training(several, machine, {})["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+    assert "OMP_NUM_THREADS" not in environment.of_training(several, machine, {"OMP_NUM_THREADS": "5"})
+    assert environment.of_training(several, machine, {"OMP_NUM_THREADS": "5"}, 3)["OMP_NUM_THREADS"] == "3"
