@@ -13,6 +13,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterable
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +22,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 logger = logging.getLogger("cputrain")
+
+# Set while a module is only asked what it computes: what happens then is nobody's concern.
+probing: ContextVar[bool] = ContextVar("cputrain_probing", default=False)
 
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
@@ -111,6 +115,8 @@ def is_ours(method: Any) -> bool:
 
 def step_aside(module: nn.Module, reason: str) -> None:
     """Notes why stock's method runs in this call instead of the patched one; each reason is logged once."""
+    if probing.get():
+        return
     module.__dict__[STEPPED_ASIDE] = reason
     _log_once(type(module).__name__, reason)
 

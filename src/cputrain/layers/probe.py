@@ -9,37 +9,16 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 
 import torch
 from torch import Tensor, nn
+
+from cputrain.layers.patch import probing
 
 
 def pattern(x: Tensor) -> Tensor:
     """What stands in for dropout while probing: factors that don't commute with a product."""
     return x * torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype)
-
-
-# Answers of the current `remembering` block: layers of one kind and shape are asked once.
-_answers: ContextVar[dict[object, bool] | None] = ContextVar("cputrain_probe_answers", default=None)
-
-
-@contextmanager
-def remembering() -> Iterator[None]:
-    """Within it a module that equals one probed before, but for its numbers in a list of layers, is not run again."""
-    token = _answers.set({})
-    try:
-        yield
-    finally:
-        _answers.reset(token)
-
-
-def _likeness(module: nn.Module) -> object:
-    """Equal for modules that compute the same with other weights: classes, shapes and settings all the way down."""
-    settings = sorted((k, v) for k, v in vars(module).items() if isinstance(v, (int, float, str)) and "idx" not in k)
-    shapes = sorted((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False))
-    children = tuple((name, _likeness(child)) for name, child in module.named_children())
-    return type(module), tuple(settings), tuple(shapes), children
 
 
 # What a module raises that wants other inputs than its structure suggests: not what we took it for.
@@ -50,6 +29,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 @contextmanager
 def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
     """Within it `module` can be run without a trace: no gradients, users' hooks asleep, random numbers put back."""
+    token = probing.set(True)
     before = [(part, part.training, {name: getattr(part, name) for name in _HOOKS}) for part in module.modules()]
     try:
         for part, _, hooks in before:
@@ -58,6 +38,7 @@ def quietly(module: nn.Module, training: bool = False) -> Iterator[None]:
         with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.random.fork_rng(devices=[]):
             yield
     finally:
+        probing.reset(token)
         for part, mode, hooks in before:
             part.training = mode
             part.__dict__.update(hooks)
@@ -69,16 +50,6 @@ def random_rows(*shape: int) -> Tensor:
 
 def agrees(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
     """Whether `stock` and `formula` give the same for inputs of these last dimensions, on a batch of 2 × 3 rows."""
-    answers = _answers.get()
-    if answers is None:
-        return _ask(module, stock, formula, *widths)
-    question = (_likeness(module), formula.__qualname__)
-    if question not in answers:
-        answers[question] = _ask(module, stock, formula, *widths)
-    return answers[question]
-
-
-def _ask(module: nn.Module, stock: Callable[..., object], formula: Callable[..., Tensor], *widths: int) -> bool:
     with quietly(module):
         for part in module.modules():
             if isinstance(part, nn.Dropout):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from cputrain.layers import embeddings, encoder, feed_forward, heads, leaves, probe, residual, self_attention
+from cputrain.layers import embeddings, encoder, feed_forward, heads, leaves, residual, self_attention
 from cputrain.layers.patch import Patches, is_ours, untouched
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
@@ -15,10 +15,9 @@ _PIECES = (embeddings, self_attention, feed_forward, residual)
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:
     """Fused blocks first, single layers where no block has claimed them."""
     modules = [(name, module) for name, module in model.named_modules() if untouched(module)]
-    with probe.remembering():
-        for name, module in modules:
-            if untouched(module):  # not yet claimed as a part of its parent
-                any(piece.take_over(name, module, patches) for piece in _PIECES)
+    for name, module in modules:
+        if untouched(module):  # not yet claimed as a part of its parent
+            any(piece.take_over(name, module, patches) for piece in _PIECES)
     for name, module in modules:
         if untouched(module):
             leaves.take_over(name, module, patches)
