@@ -1,11 +1,11 @@
 // A counter-based generator for dropout: whether an element is kept is a pure function of
-// (key, row, column). Nothing is stored and nothing depends on the number of threads or on the vector
-// width; the backward pass asks again.
+// (key, row, column). Nothing is stored and nothing depends on the number of threads or on the
+// vector width; the backward pass asks again.
 //
-// Per row the 64-bit key is mixed with the row number (splitmix64). Within the row a 32-bit hash (two
-// multiplications, three xor-shifts; constants of lowbias32 by Chris Wellons) turns a counter into two
-// 16-bit numbers: columns c and c + 16 of a 32-column block share one hash, because the 16-bit
-// resolution of a probability (1/65536) is enough and halves the cost.
+// Per row the 64-bit key is mixed with the row number (splitmix64). Within the row a 32-bit hash
+// (two multiplications, three xor-shifts; constants of lowbias32 by Chris Wellons) turns a counter
+// into two 16-bit numbers: columns c and c + 16 of a 32-column block share one hash, because the
+// 16-bit resolution of a probability (1/65536) is enough and halves the cost.
 #pragma once
 
 #include <cmath>
@@ -14,7 +14,8 @@
 
 namespace {
 
-constexpr int kDropoutBlock = 32;  // columns served by 16 counters; a multiple of every vector width
+constexpr int kDropoutBlock =
+    32;  // columns served by 16 counters; a multiple of every vector width
 
 struct RowKey {
   uint32_t low, high;
@@ -39,7 +40,8 @@ inline U hash(U counter, RowKey key) {
   return x ^ (x >> 16);
 }
 
-// p as the generator can draw it, and the factor that keeps the expectation: exactly 1 / (1 - drawn p).
+// p as the generator can draw it, and the factor that keeps the expectation: exactly 1 / (1 - drawn
+// p).
 struct DropoutRate {
   uint32_t threshold;  // drop if the 16-bit number is below
   float scale;
@@ -55,9 +57,10 @@ inline VecU lane_numbers() {
   return v;
 }
 
-// Factors (0 or scale) for kWidth columns from the multiple-of-kWidth column `first` on, and for the
-// kWidth columns 16 further. `first` % 32 must be below 16.
-inline void dropout_factors(RowKey key, DropoutRate rate, int64_t first, Vec* here, Vec* sixteen_on) {
+// Factors (0 or scale) for kWidth columns from the multiple-of-kWidth column `first` on, and for
+// the kWidth columns 16 further. `first` % 32 must be below 16.
+inline void dropout_factors(RowKey key, DropoutRate rate, int64_t first, Vec* here,
+                            Vec* sixteen_on) {
   const uint32_t counter = (uint32_t)(first / kDropoutBlock * 16 + first % kDropoutBlock);
   const VecU bits = hash<VecU>(lane_numbers() + counter, key);
   const Vec scale = splat(rate.scale), zero = Vec{};

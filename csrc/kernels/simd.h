@@ -1,8 +1,9 @@
-// Vectors of float and 32-bit integers, as wide as the instruction set that this file is compiled for.
+// Vectors of float and 32-bit integers, as wide as the instruction set that this file is compiled
+// for.
 //
-// They are the compiler's own vector types, so + - * / < & | ^ >> work as written, a*b+c becomes one
-// fma where there is one, and the same source serves SSE2, AVX2 and AVX-512. Only what operators can't
-// say is a function here.
+// They are the compiler's own vector types, so + - * / < & | ^ >> work as written, a*b+c becomes
+// one fma where there is one, and the same source serves SSE2, AVX2 and AVX-512. Only what
+// operators can't say is a function here.
 #pragma once
 
 #include <immintrin.h>
@@ -61,7 +62,8 @@ inline VecI to_int_bits(Vec v) { return (VecI)v; }
 inline Vec to_float_bits(VecI v) { return (Vec)v; }
 inline Vec to_float(VecI v) { return __builtin_convertvector(v, Vec); }
 
-// Nearest integer; |v| must stay below 2^22. Adding 1.5 · 2^23 leaves the rounded value in the low mantissa bits.
+// Nearest integer; |v| must stay below 2^22. Adding 1.5 · 2^23 leaves the rounded value in the low
+// mantissa bits.
 inline VecI round_to_int(Vec v) {
   const Vec magic = splat(12582912.f);
   return (VecI)(v + magic) - (VecI)magic;
@@ -72,7 +74,9 @@ inline Vec select(VecI mask, Vec yes, Vec no) { return mask ? yes : no; }
 #if defined(__AVX512F__)
 inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
 inline Vec min(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
-inline Vec sqrt(Vec a) { return (Vec)_mm512_maskz_sqrt_ps(0xffff, (__m512)a); }  // gcc 12 warns of the plain one
+inline Vec sqrt(Vec a) {
+  return (Vec)_mm512_maskz_sqrt_ps(0xffff, (__m512)a);
+}  // gcc 12 warns of the plain one
 #elif defined(__AVX2__)
 inline Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
 inline Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }
@@ -102,8 +106,8 @@ inline float max_lane(Vec v) {
 }
 
 // e^x to 1 – 2 units in the last place; 0 below -87.3, infinity above 88.7, NaN stays NaN.
-// Cody–Waite: x = n·ln2 + r with |r| <= ln2/2, e^r by a polynomial (minimax, degree 6), then the exponent is set
-// in two halves because 2^128 alone doesn't fit.
+// Cody–Waite: x = n·ln2 + r with |r| <= ln2/2, e^r by a polynomial (minimax, degree 6), then the
+// exponent is set in two halves because 2^128 alone doesn't fit.
 inline Vec exp(Vec x) {
   const Vec lowest = splat(-87.3365447505f), highest = splat(88.7228390520f);
   const Vec clamped = min(max(x, lowest), highest);
