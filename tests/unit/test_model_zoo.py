@@ -34,5 +34,5 @@ def test_the_seed_decides_and_the_global_generator_is_left_alone() -> None:
 
 
 def test_an_unknown_name_is_answered_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match="unknown model 'brt'.*bert, roberta"):
+    with pytest.raises(ValueError, match=r"unknown model 'brt'.*bert, roberta"):
         tiny("brt")

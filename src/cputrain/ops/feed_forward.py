@@ -27,8 +27,9 @@ def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision):
     return kept, h_TM, y_TH
 
 
-def _two_products_backward(ctx, grad_y, kept, h_TM, weight1, bias1, weight2, add_to=None, need_bias2=False):
+def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
+    kept, h_TM, weight1, bias1, weight2 = saved
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
     second = OutputGradient(grad_y, ctx.precision, True, need_weight2, need_bias2)
     grad_h, grad_bias1, activation = activation_backward(
@@ -54,7 +55,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_y):
-        grads = _two_products_backward(ctx, grad_y.contiguous(), *ctx.saved_tensors, need_bias2=ctx.needs_input_grad[4])
+        grads = _two_products_backward(ctx, grad_y.contiguous(), ctx.saved_tensors, need_bias2=ctx.needs_input_grad[4])
         return *grads, None, None
 
 
@@ -74,7 +75,7 @@ class _FeedForwardNorm(torch.autograd.Function):
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
             grad_out.contiguous(), sum_TH, mean, rstd, norm_weight, ctx.p, ctx.key
         )
-        *grads, _ = _two_products_backward(ctx, grad_y, *products, add_to=grad_sum)
+        *grads, _ = _two_products_backward(ctx, grad_y, products, add_to=grad_sum)
         return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, *[None] * 5
 
 

@@ -33,13 +33,18 @@ def forward_product(
         y = x_TI.mm(w_OI.t()) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t())
         return y, x_TI if keep else None
     rows, columns = matmul.pack(x_TI, rows="left", columns="right" if keep else None)
+    assert rows is not None
     y = matmul.product(rows, matmul.by_rows(w_OI, "right"), bias=bias_O)
     return y, columns.memory if columns is not None else None
 
 
 def kept_input(x_TI: Tensor, precision: Precision) -> Tensor:
     """What `forward_product` would have kept of x: for an input that is computed again in the backward."""
-    return x_TI if precision == "fp32" else matmul.pack(x_TI, columns="right")[1].memory
+    if precision == "fp32":
+        return x_TI
+    _, columns = matmul.pack(x_TI, columns="right")
+    assert columns is not None
+    return columns.memory
 
 
 class OutputGradient:
@@ -66,12 +71,14 @@ class OutputGradient:
         """dx_TI = dy w, added to `add_to` in place if given."""
         if self.precision == "fp32":
             return self.dy.mm(w_OI) if add_to is None else add_to.addmm_(self.dy, w_OI)
+        assert self.rows is not None
         return matmul.product(self.rows, matmul.by_columns(w_OI, "right"), out=add_to, accumulate=add_to is not None)
 
     def of_weight(self, kept: Tensor, in_features: int) -> Tensor:
         """dw_OI = dyᵀ x, from what `forward_product` or `kept_input` kept of x."""
         if self.precision == "fp32":
             return self.dy.t().mm(kept)
+        assert self.columns is not None
         return matmul.product(self.columns, matmul.Operand(kept, in_features, self.columns.depth, "right"))
 
 

@@ -1,4 +1,4 @@
-"""Runs an operator, its twin in float32 and its twin in float64 on the same inputs, and compares results and gradients."""
+"""Runs an operator and its twin, in float32 and float64, on the same inputs, and compares results and gradients."""
 
 from __future__ import annotations
 
