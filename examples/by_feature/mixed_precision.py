@@ -1,0 +1,26 @@
+"""With bf16: the fastest precision of this CPU that is at least as accurate runs, and a line says which.
+
+cputrain run examples/by_feature/mixed_precision.py
+"""
+
+from __future__ import annotations
+
+import torch
+from accelerate import Accelerator
+from task import make_batches, make_model
+
+accelerator = Accelerator(cpu=True, mixed_precision="bf16")
+model = make_model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+batches = make_batches()
+model, optimizer, batches = accelerator.prepare(model, optimizer, batches)
+
+for epoch in range(4):
+    total = 0.0
+    for batch in batches:
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+        total += loss.item()
+    print(f"epoch {epoch}: loss {total / len(batches):.4f}")
