@@ -138,7 +138,15 @@ def test_autograd_sees_the_scaling():
         doubled.backward()
 
 
-def test_installing_is_counted():
+@pytest.fixture
+def nothing_installed(monkeypatch):
+    """Models of other tests may still be alive, and hold ours in its place."""
+    monkeypatch.setattr(clipping, "_installed", 0)
+    for home in (torch.nn.utils, torch.nn.utils.clip_grad):
+        monkeypatch.setattr(home, "clip_grad_norm_", stock)
+
+
+def test_installing_is_counted(nothing_installed):
     homes = [torch.nn.utils, torch.nn.utils.clip_grad]
     clipping.install()
     clipping.install()
@@ -153,7 +161,7 @@ def test_installing_is_counted():
     assert torch.nn.utils.clip_grad_norm_ is stock
 
 
-def test_another_replacement_is_left_in_place(monkeypatch):
+def test_another_replacement_is_left_in_place(monkeypatch, nothing_installed):
     clipping.install()
     other = lambda *args, **kwargs: None  # noqa: E731
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", other)
