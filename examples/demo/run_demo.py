@@ -1,6 +1,6 @@
 """Trains a small question-answering model from nothing, with stock PyTorch and with cputrain, side by side.
 
-    python examples/demo/run_demo.py            (or: make demo; about three minutes on two cores)
+    python examples/demo/run_demo.py            (or: make demo; two to three minutes on two quiet cores)
 
 Data, tokenizer and model are the project's own, so that nothing is downloaded. Each side has a process of its own;
 they take turns of a few steps on the same cores, with the same seed, batches and settings.
@@ -130,7 +130,7 @@ def main() -> None:
     ratio = median_ratio(*seconds)
     console.print(results_table(results, ratio, arguments.steps))
     console.print("\nWhat cputrain.explain(model) says:\n", style="bold")
-    console.print(explanation, markup=False, highlight=False)
+    console.print(explanation, markup=False, highlight=False, soft_wrap=True)
     if arguments.json:
         outcome = {name: asdict(result) for name, result in zip(NAMES, results, strict=True)}
         arguments.json.write_text(json.dumps(outcome | {"ratio": ratio, "steps": arguments.steps}, indent=2))
