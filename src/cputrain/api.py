@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from cputrain import memory, native, precision
 from cputrain.explanation import Explanation, explain_patches
-from cputrain.layers import attention_config, encoder, heads, recognise
+from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
 from cputrain.optimizers import clipping, takeover
 
@@ -152,7 +152,7 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
         attention_config.take_over(model, patches)
         recognise.take_over_pieces(model, patches)
         ragged = record.padding == "drop" and recognise.take_over_encoders(model, patches)
-        attention_config.choose(patches, ragged)
+        attention_config.choose(model, ragged)
     except BaseException:
         _undo_model(model)
         raise
@@ -161,9 +161,9 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
 
 
 def _undo_model(model: nn.Module) -> None:
-    record: Record | None = model.__dict__.pop(_RECORD, None)
-    if record is not None:
-        record.patches.undo()
+    model.__dict__.pop(_RECORD, None)
+    patch.undo(model)
+    attention_config.undo(model)
     if model in _clipping:
         _clipping.pop(model)()
 

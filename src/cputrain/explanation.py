@@ -41,7 +41,7 @@ def explain_patches(patches: Patches) -> list[Row]:
     blocks = {entry.module for entry in patches.replaced if entry.block}
     inside = {part for block in blocks for part in block.modules() if part is not block}
     for entry in patches.replaced:
-        if not callable(entry.value) or entry.module in inside:
+        if entry.module in inside:
             continue  # a part of a block runs by itself only while the block steps aside
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
         what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"

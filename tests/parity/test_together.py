@@ -366,6 +366,33 @@ def test_optimize_again_and_restore_in_the_middle():
     assert_close(gradients_of(ours, loss), expected)
 
 
+def test_copies_of_parts_are_restored_with_the_model():
+    """Somebody makes a model deeper by copies of its layers, or takes its encoder into another."""
+    model = cputrain.optimize(token_bert())
+    model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[1]))
+    base = copy.deepcopy(model.bert)
+    gradients_of(model, loss)
+    for restored in (cputrain.restore(model), cputrain.restore(base)):
+        assert all("forward" not in part.__dict__ for part in restored.modules())
+        assert {type(part.config) for part in restored.modules() if hasattr(part, "config")} == {hf.BertConfig}
+        assert not [key for part in restored.modules() for key in part.__dict__ if "cputrain" in key]
+
+
+@pytest.mark.parametrize("part", ["output", "attention.self", "intermediate"])
+def test_a_class_changed_after_optimize_is_heeded(part):
+    stock, ours = pair(token_bert())
+    for model in (stock, ours):
+        block = model.bert.encoder.layer[0].get_submodule(part)
+
+        class Other(type(block)):
+            def forward(self, *args, **kwargs):
+                out = super().forward(*args, **kwargs)
+                return (2 * out[0], *out[1:]) if isinstance(out, tuple) else 2 * out
+
+        block.__class__ = Other
+    assert_close(gradients_of(ours, loss), gradients_of(stock, loss))
+
+
 def test_restore_leaves_what_others_have_put_on_the_model_since():
     model = cputrain.optimize(token_bert())
     classifier = model.classifier

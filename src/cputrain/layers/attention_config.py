@@ -36,15 +36,21 @@ def take_over(model: nn.Module, patches: Patches) -> None:
         if config._attn_implementation not in attention.STOCK:
             patches.leave(name, module, f"its attention implementation is {config._attn_implementation}")
             continue
-        view = views.setdefault(id(config), _view(config))
-        patches.set(name, module, "config", view, "attention through cputrain's function")
+        module.__dict__["config"] = views.setdefault(id(config), _view(config))
 
 
-def choose(patches: Patches, ragged: bool) -> None:
+def choose(model: nn.Module, ragged: bool) -> None:
     """Whether the masks are to be handed over as lengths, which only models without padding inside understand."""
-    for entry in patches.replaced:
-        if entry.attribute == "config":
-            object.__setattr__(entry.value, "_cputrain_ragged", ragged)
+    for module in model.modules():
+        if _is_view(module.__dict__.get("config")):
+            object.__setattr__(module.__dict__["config"], "_cputrain_ragged", ragged)
+
+
+def undo(model: nn.Module) -> None:
+    """Gives every module its own config back, with what was changed in it since."""
+    for module in model.modules():
+        if _is_view(module.__dict__.get("config")):
+            module.__dict__["config"] = module.__dict__["config"]._cputrain_original
 
 
 def is_transformers_model(module: nn.Module) -> bool:
@@ -57,6 +63,10 @@ def _configured(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     kind = sys.modules["transformers"].PretrainedConfig
     found = [(name, module, module.__dict__.get("config")) for name, module in model.named_modules()]
     return [entry for entry in found if isinstance(entry[2], kind)]
+
+
+def _is_view(config: Any) -> bool:
+    return hasattr(type(config), "_cputrain_original")
 
 
 def _view(config: Any, ragged: bool = False) -> Any:

@@ -1,6 +1,6 @@
 """How a module's method is replaced on the instance, and when the replacement may run.
 
-The class, the names, the state-dict keys and the signature stay; `Patches.undo` takes everything back. A replacement
+The class, the names, the state-dict keys and the signature stay; `undo` takes everything back. A replacement
 checks at each call that nothing it bypasses has been touched (a hook, an adapter, a parametrization, another forward),
 and runs stock's method otherwise, saying why once.
 """
@@ -34,21 +34,17 @@ PRECISION = "_cputrain_precision"
 
 @dataclass
 class Replacement:
-    """One replaced attribute of one module."""
+    """One replaced method of one module."""
 
     name: str
     module: nn.Module
-    attribute: str
     what: str
-    value: Any
-    had: bool
-    before: Any
-    block: bool = False  # its parts are bypassed while it runs
+    block: bool  # its parts are bypassed while it runs
 
 
 @dataclass
 class Patches:
-    """Everything that `optimize` changed on one model, so that it can be listed and undone."""
+    """Everything that `optimize` replaced in one model, and what it left alone."""
 
     precision: str = "fp32"
     replaced: list[Replacement] = field(default_factory=list)
@@ -58,30 +54,23 @@ class Patches:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
         wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
-        self.set(name, module, method, types.MethodType(wrapper, module), what)
-        self.replaced[-1].block = block
-        if self.precision != "fp32" and PRECISION not in module.__dict__:
-            self.set(name, module, PRECISION, self.precision, "its precision")
-
-    def set(self, name: str, module: nn.Module, attribute: str, value: Any, what: str) -> None:
-        had = attribute in module.__dict__
-        self.replaced.append(Replacement(name, module, attribute, what, value, had, module.__dict__.get(attribute)))
-        module.__dict__[attribute] = value
+        module.__dict__[method] = types.MethodType(wrapper, module)
+        if self.precision != "fp32":
+            module.__dict__[PRECISION] = self.precision
+        self.replaced.append(Replacement(name, module, what, block))
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self.left.append((name, type(module).__name__, reason))
 
-    def undo(self) -> None:
-        for entry in reversed(self.replaced):
-            state = entry.module.__dict__
-            state.pop(STEPPED_ASIDE, None)
-            if state.get(entry.attribute) is not entry.value:
-                continue  # somebody has put something of their own there since
-            if entry.had:
-                state[entry.attribute] = entry.before
-            else:
-                del state[entry.attribute]
-        self.replaced.clear()
+
+def undo(model: nn.Module) -> None:
+    """Takes every method of ours off the model, also off copies of parts that somebody has made since."""
+    for part in model.modules():
+        state = part.__dict__
+        for name in [name for name, value in state.items() if is_ours(value)]:
+            del state[name]
+        state.pop(STEPPED_ASIDE, None)
+        state.pop(PRECISION, None)
 
 
 @functools.cache
@@ -96,12 +85,14 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
         if torch.compiler.is_compiling():  # the compiler can't look into native calls, and fuses by itself
             setattr(self, STEPPED_ASIDE, "torch.compile took it over")
             return stock(self, *args, **kwargs)
+        if type(self) is not owner:  # somebody has changed the class since, by a parametrization for example
+            return getattr(type(self), method)(self, *args, **kwargs)
         self.__dict__.pop(STEPPED_ASIDE, None)
         if kwargs:  # models name their inputs as they like, and their callers use the names
             args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
         return fused(self, functools.partial(stock, self), *args, **kwargs)
 
-    forward.cputrain = True  # type: ignore[attr-defined]
+    forward.cputrain_replaces = owner  # type: ignore[attr-defined]
     return forward
 
 
@@ -110,7 +101,7 @@ def precision_of(module: nn.Module) -> Any:
 
 
 def is_ours(method: Any) -> bool:
-    return getattr(method, "cputrain", False)
+    return isinstance(method, types.MethodType) and hasattr(method.__func__, "cputrain_replaces")
 
 
 def step_aside(module: nn.Module, reason: str) -> None:
@@ -166,8 +157,11 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
         return f"a part is {type(module).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}"
     if has_hook(module):
         return f"{type(module).__name__} has a hook"
-    if not is_ours(module.__dict__.get("forward")) and not untouched(module):
+    forward = module.__dict__.get("forward")
+    if not is_ours(forward) and not untouched(module):
         return f"the forward of {type(module).__name__} was replaced"
+    if is_ours(forward) and forward.__func__.cputrain_replaces is not type(module):
+        return f"its class was changed to {type(module).__name__}"
     return None
 
 
