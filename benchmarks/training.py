@@ -297,7 +297,8 @@ def main() -> None:
     text = report(results, arguments)
     print(json.dumps(results, indent=2) if arguments.json else text)
     if arguments.report:
-        path = report_path("training" if arguments.isa == "native" else f"training_{arguments.isa}")
+        special = [name for name in (arguments.isa, arguments.dtype) if name not in ("native", "auto", "fp32")]
+        path = report_path("_".join(["training", *special]))
         path.write_text(text)
         print(f"wrote {path}", file=sys.stderr)
 
