@@ -18,23 +18,26 @@
 #endif
 #define CPUTRAIN_EXPORT extern "C" __attribute__((visibility("default")))
 
-// y = x · keep / (1 - p); which elements are kept follows from (key, row, column) alone, so that the
-// same call with the gradient in place of x is the backward pass. x and y may be the same memory.
+// y = x · keep / (1 - p); which elements are kept follows from (key, row, column) alone, so that
+// the same call with the gradient in place of x is the backward pass. x and y may be the same
+// memory.
 CPUTRAIN_EXPORT void KERNEL(dropout)(const float* x, float* y, int64_t rows, int64_t cols, float p,
                                      uint64_t key);
 
-// out = activation(h + bias); kind: 0 identity, 1 relu, 2 silu, 3 gelu, 4 gelu by tanh. bias or null. out may be h.
+// out = activation(h + bias); kind: 0 identity, 1 relu, 2 silu, 3 gelu, 4 gelu by tanh. bias or
+// null. out may be h.
 CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t rows,
                                         int64_t cols, int64_t kind);
 
-// grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column sums of
-// grad_h. bias and grad_bias or null, both. grad_h may be grad.
-CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const float* h, const float* bias,
-                                                 float* grad_h, float* value, float* grad_bias,
-                                                 int64_t rows, int64_t cols, int64_t kind);
+// grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column
+// sums of grad_h. bias and grad_bias or null, both. grad_h may be grad.
+CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const float* h,
+                                                 const float* bias, float* grad_h, float* value,
+                                                 float* grad_bias, int64_t rows, int64_t cols,
+                                                 int64_t kind);
 
-// LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are for
-// the backward pass.
+// LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are
+// for the backward pass.
 CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias,
                                         float* out, float* mean, float* rstd, int64_t rows,
                                         int64_t cols, float eps);
@@ -48,61 +51,71 @@ CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const 
 // The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
 // null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that.
 // weight, grad_weight, grad_beta, grad_bias or null. grad_z may be grad_out.
-CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(
-    const float* grad_out, const float* z, const float* mean, const float* rstd, const float* weight,
-    const float* grad_sum, float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
-    float* grad_bias, int64_t rows, int64_t cols, float p, uint64_t key);
+CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const float* z,
+                                                 const float* mean, const float* rstd,
+                                                 const float* weight, const float* grad_sum,
+                                                 float* grad_z, float* grad_y, float* grad_weight,
+                                                 float* grad_beta, float* grad_bias, int64_t rows,
+                                                 int64_t cols, float p, uint64_t key);
 
 // Where in `ids` the first one outside 0 … limit - 1 is, or -1.
 CPUTRAIN_EXPORT void KERNEL(find_outside)(const int64_t* ids, int64_t count, int64_t limit,
                                           int64_t* place);
 
-// out = dropout(LayerNorm(word[word_ids] + position[position_ids] + type[type_ids])); position and its ids, type
-// and its ids or null. Ids must be inside their tables.
-CPUTRAIN_EXPORT void KERNEL(embed)(const float* word, const int64_t* word_ids, const float* position,
-                                   const int64_t* position_ids, const float* type,
-                                   const int64_t* type_ids, const float* weight, const float* beta,
-                                   float* out, float* mean, float* rstd, int64_t rows, int64_t cols,
-                                   float eps, float p, uint64_t key);
+// out = dropout(LayerNorm(word[word_ids] + position[position_ids] + type[type_ids])); position and
+// its ids, type and its ids or null. Ids must be inside their tables.
+CPUTRAIN_EXPORT void KERNEL(embed)(const float* word, const int64_t* word_ids,
+                                   const float* position, const int64_t* position_ids,
+                                   const float* type, const int64_t* type_ids, const float* weight,
+                                   const float* beta, float* out, float* mean, float* rstd,
+                                   int64_t rows, int64_t cols, float eps, float p, uint64_t key);
 
 // grad_sum (rows × cols) is the gradient of the sum of the three rows.
-CPUTRAIN_EXPORT void KERNEL(embed_backward)(
-    const float* grad_out, const float* word, const int64_t* word_ids, const float* position,
-    const int64_t* position_ids, const float* type, const int64_t* type_ids, const float* mean,
-    const float* rstd, const float* weight, float* grad_sum, float* grad_weight, float* grad_beta,
-    int64_t rows, int64_t cols, float p, uint64_t key);
+CPUTRAIN_EXPORT void KERNEL(embed_backward)(const float* grad_out, const float* word,
+                                            const int64_t* word_ids, const float* position,
+                                            const int64_t* position_ids, const float* type,
+                                            const int64_t* type_ids, const float* mean,
+                                            const float* rstd, const float* weight, float* grad_sum,
+                                            float* grad_weight, float* grad_beta, int64_t rows,
+                                            int64_t cols, float p, uint64_t key);
 
-// grad_table[ids[r]] += grad[r], in the order of the rows, but not where the id is `skipped` (-1: none).
-CPUTRAIN_EXPORT void KERNEL(embedding_grad)(const float* grad, const int64_t* ids, float* grad_table,
-                                            int64_t rows, int64_t cols, int64_t skipped);
+// grad_table[ids[r]] += grad[r], in the order of the rows, but not where the id is `skipped` (-1:
+// none).
+CPUTRAIN_EXPORT void KERNEL(embedding_grad)(const float* grad, const int64_t* ids,
+                                            float* grad_table, int64_t rows, int64_t cols,
+                                            int64_t skipped);
 
-// The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of pointers.
+// The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of
+// pointers.
 //
-// One step of Adam (weight decay added to the gradient) or AdamW (`decoupled`), with stock PyTorch's
-// rounding. Adds 1 to every step counter, which is a float as in stock's state.
+// One step of Adam (weight decay added to the gradient) or AdamW (`decoupled`), with stock
+// PyTorch's rounding. Adds 1 to every step counter, which is a float as in stock's state.
 CPUTRAIN_EXPORT void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params,
                                   const float* const* grads, float* const* averages,
-                                  float* const* squares, float* const* steps, double lr, double beta1,
-                                  double beta2, double eps, double weight_decay, int64_t decoupled);
+                                  float* const* squares, float* const* steps, double lr,
+                                  double beta1, double beta2, double eps, double weight_decay,
+                                  int64_t decoupled);
 // One step of SGD. `buffers` (the momentum) is null without momentum, and filled already otherwise.
 CPUTRAIN_EXPORT void KERNEL(sgd)(int64_t count, const int64_t* sizes, float* const* params,
                                  const float* const* grads, float* const* buffers, double lr,
                                  double momentum, double dampening, double weight_decay,
                                  int64_t nesterov);
-// The sum of the squares of all elements, in double and in an order that is fixed by the sizes alone.
+// The sum of the squares of all elements, in double and in an order that is fixed by the sizes
+// alone.
 CPUTRAIN_EXPORT void KERNEL(sum_of_squares)(int64_t count, const int64_t* sizes,
                                             const float* const* grads, double* result);
 // Every element times `factor`, in place.
 CPUTRAIN_EXPORT void KERNEL(scale)(int64_t count, const int64_t* sizes, float* const* grads,
                                    float factor);
 
-// Attention over sequences that lie behind one another in the token dimension. (tokens, heads, size) with
-// the last dimension contiguous; ops/attention.py mirrors the structures.
+// Attention over sequences that lie behind one another in the token dimension. (tokens, heads,
+// size) with the last dimension contiguous; ops/attention.py mirrors the structures.
 struct HeadTensor {
   float* data;
   int64_t token_stride, head_stride;
 };
-// (sequences, heads, queries, keys), keys contiguous; a stride is 0 where sequences or heads share it.
+// (sequences, heads, queries, keys), keys contiguous; a stride is 0 where sequences or heads share
+// it.
 struct BiasTensor {
   float* data;  // or null
   int64_t sequence_stride, head_stride, row_stride;
@@ -123,7 +136,8 @@ struct AttentionGradients {
   BiasTensor bias;
 };
 
-// out = dropout(softmax(scale · q kᵀ + bias)) v within each sequence. Tokens of no sequence are not touched.
+// out = dropout(softmax(scale · q kᵀ + bias)) v within each sequence. Tokens of no sequence are not
+// touched.
 CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem);
 CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
                                                 const AttentionGradients* gradients);
@@ -133,14 +147,15 @@ CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
 // (0 left, 1 right) decides its layout, which differs between instruction sets.
 CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role,
                                                 int64_t* bytes);
-// Packs x (rows × cols) in one go: its rows as vectors into by_rows, its columns as vectors into
-// by_columns (either or null). column_sums (needs by_columns) or null.
-CPUTRAIN_EXPORT void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols,
-                                        void* by_rows, int64_t row_role, void* by_columns,
-                                        int64_t column_role, float* column_sums);
+// Packs x (rows × cols, of bf16 or else float) in one go: its rows as vectors into by_rows, its
+// columns as vectors into by_columns (either or null). column_sums (needs by_columns) or null.
+CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows,
+                                        int64_t cols, void* by_rows, int64_t row_role,
+                                        void* by_columns, int64_t column_role, float* column_sums);
 // One side of a product; ops/matmul.py mirrors the structure.
 struct Int16Operand {
-  const float* source;  // is packed first, or null: `packed` is filled already
+  const void* source;  // is packed first, or null: `packed` is filled already
+  int64_t bf16;        // what the source is, else float
   int64_t stride;
   int64_t by_columns;  // the vectors are the source's columns; else its rows
   float* sums;         // receives the source's column sums (needs by_columns), or null

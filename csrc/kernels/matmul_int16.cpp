@@ -2,7 +2,7 @@
 #include <omp.h>
 
 #include "api.h"
-#include "matmul_pack.h"
+#include "matmul_operand.h"
 
 namespace {
 
@@ -137,8 +137,8 @@ ColumnProduct best_product() {
 }
 
 struct Product {
-  PackedLayout left_layout, right_layout;
-  const void *left, *right;
+  const PackedLayout &left_layout, &right_layout;
+  LazyOperand &left, &right;
   float* out;
   int64_t out_stride;
   const float* bias;
@@ -148,16 +148,20 @@ struct Product {
   // A part of the result, in units of panels. One panel of the right operand stays in the
   // first-level cache while all of the part's left panels, which stay in the second, pass by.
   void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end) const {
-    for (int64_t b = 0; b < left_layout.blocks; b++)
+    for (int64_t b = 0; b < left_layout.blocks; b++) {
+      left.ensure(b, row * kTileRows, row_end * kTileRows);
+      right.ensure(b, col * kTileCols, col_end * kTileCols);
       for (int64_t c = col; c < col_end; c++) column_at(b, row, row_end, c);
+    }
   }
 
   void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c) const {
     const int64_t first_row = row * kTileRows, first_col = c * kTileCols;
     const int64_t rows = left_layout.vectors, cols = right_layout.vectors - first_col;
-    column({left_layout.pairs(left, b, row), right_layout.pairs(right, b, c),
-            left_layout.pairs_of(b), kTileRows * left_layout.block / 2,
-            left_layout.scales(left, b) + first_row, right_layout.scales(right, b) + first_col,
+    column({left_layout.pairs(left.packed, b, row), right_layout.pairs(right.packed, b, c),
+            left_layout.pairs_of(b), left_layout.panel_words,
+            left_layout.scales(left.packed, b) + first_row,
+            right_layout.scales(right.packed, b) + first_col,
             out + first_row * out_stride + first_col, out_stride,
             (row_end * kTileRows < rows ? row_end * kTileRows : rows) - first_row,
             cols < kTileCols ? cols : kTileCols, bias && b == 0 ? bias + first_col : nullptr,
@@ -174,10 +178,10 @@ struct Product {
   }
 };
 
-// How the result is cut into parts for the threads; the cut doesn't change any sum. 96 rows of a
-// left block are 96 KB, well within a second-level cache of 256 KB.
+// How the result is cut into parts for the threads; the cut doesn't change any sum. 128 rows of a
+// left block are 128 KB, within a second-level cache of 256 KB.
 struct Parts {
-  int64_t rows = 96 / kTileRows, cols = 192 / kTileCols;  // in panels
+  int64_t rows = 128 / kTileRows, cols = 256 / kTileCols;  // in panels
   int64_t row_panels, col_panels, down, across;
   Parts(const Product& product, int64_t threads)
       : row_panels(product.left_layout.panels()), col_panels(product.right_layout.panels()) {
@@ -201,24 +205,16 @@ struct Parts {
 // Below so many elements or multiplications, waking threads costs more than they save.
 constexpr int64_t kElementsForThreads = 16384, kProductsForThreads = 65536;
 
-Packing packing_of(const Int16Operand& operand, int64_t vectors, int64_t depth, int64_t role) {
-  if (operand.by_columns)
-    return Packing(operand.source, operand.stride, depth, vectors, nullptr, role, operand.packed,
-                   role, operand.sums);
-  return Packing(operand.source, operand.stride, vectors, depth, operand.packed, role, nullptr,
-                 role, nullptr);
-}
-
 }  // namespace
 
 void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role, int64_t* bytes) {
   *bytes = PackedLayout(vectors, depth, role).bytes();
 }
 
-void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t cols, void* by_rows,
-                        int64_t row_role, void* by_columns, int64_t column_role,
+void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows, int64_t cols,
+                        void* by_rows, int64_t row_role, void* by_columns, int64_t column_role,
                         float* column_sums) {
-  const Packing packing(x, stride, rows, cols, by_rows, row_role, by_columns, column_role,
+  const Packing packing(x, bf16, stride, rows, cols, by_rows, row_role, by_columns, column_role,
                         column_sums);
 #pragma omp parallel for schedule(dynamic) if (rows * cols > kElementsForThreads)
   for (int64_t task = 0; task < packing.tasks(); task++) packing.run(task);
@@ -228,32 +224,16 @@ void KERNEL(int16_pack)(const float* x, int64_t stride, int64_t rows, int64_t co
 void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, float* out,
                            int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
                            const float* bias, int64_t accumulate) {
-  const Packing left_packing = packing_of(*left, rows, depth, kLeft);
-  const Packing right_packing = packing_of(*right, cols, depth, kRight);
-  const Product product = {PackedLayout(rows, depth, kLeft),
-                           PackedLayout(cols, depth, kRight),
-                           left->packed,
-                           right->packed,
-                           out,
-                           out_stride,
-                           bias,
-                           accumulate != 0,
-                           best_product()};
+  LazyOperand left_operand(*left, rows, depth, kLeft), right_operand(*right, cols, depth, kRight);
+  const Product product = {
+      left_operand.layout, right_operand.layout, left_operand, right_operand, out, out_stride, bias,
+      accumulate != 0,     best_product()};
   const bool parallel = rows * cols * depth > kProductsForThreads;
   const Parts parts(product, parallel ? omp_get_max_threads() : 1);
-  const int64_t left_tasks = left_packing.tasks(), tasks = left_tasks + right_packing.tasks();
-#pragma omp parallel if (parallel)
-  {
-    if (tasks) {
-#pragma omp for schedule(dynamic)
-      for (int64_t task = 0; task < tasks; task++)
-        task < left_tasks ? left_packing.run(task) : right_packing.run(task - left_tasks);
-    }
-#pragma omp for schedule(dynamic)
-    for (int64_t part = 0; part < parts.count(); part++) parts.compute(product, part);
-  }
-  left_packing.total_sums();
-  right_packing.total_sums();
+#pragma omp parallel for schedule(dynamic) if (parallel)
+  for (int64_t part = 0; part < parts.count(); part++) parts.compute(product, part);
+  left_operand.finish();
+  right_operand.finish();
   if (depth == 0) product.only_bias();
 }
 

@@ -36,12 +36,16 @@ constexpr int64_t kDepthStep = 32;  // depth that the packing loops handle at on
 // which branch prediction can count.
 constexpr int kPairStep = 4;
 
+// A line between panels: at 4 KB exactly, all of them would compete for one set of the cache.
+constexpr int64_t kPanelGap = 16;
+
 enum Role : int64_t { kLeft = 0, kRight = 1 };
 
 struct PackedLayout {
   int64_t vectors, depth, panel;
   int64_t padded;         // vectors, up to whole panels
   int64_t block, blocks;  // depth of a block as stored, and how many there are
+  int64_t panel_words;    // from one panel to the next, in pairs
 
   PackedLayout(int64_t vectors, int64_t depth, int64_t role)
       : vectors(vectors), depth(depth), panel(role == kLeft ? kTileRows : kTileCols) {
@@ -50,10 +54,11 @@ struct PackedLayout {
     const int64_t even = fewest ? (depth + fewest - 1) / fewest : 0;
     block = (even + kDepthStep - 1) / kDepthStep * kDepthStep;
     blocks = block ? (depth + block - 1) / block : 0;
+    panel_words = panel * block / 2 + kPanelGap;
   }
 
   int64_t panels() const { return padded / panel; }
-  int64_t bytes() const { return blocks * padded * (block * 2 + (int64_t)sizeof(float)); }
+  int64_t bytes() const { return blocks * (panels() * panel_words + padded) * sizeof(int32_t); }
   // How much of a block is filled.
   int64_t filled(int64_t b) const { return depth - b * block < block ? depth - b * block : block; }
   // Pairs of a block to be multiplied; those beyond what is filled are zeros.
@@ -61,13 +66,13 @@ struct PackedLayout {
     return (filled(b) + 2 * kPairStep - 1) / (2 * kPairStep) * kPairStep;
   }
   int32_t* pairs(void* packed, int64_t b, int64_t panel_number) const {
-    return (int32_t*)packed + (b * padded + panel_number * panel) * (block / 2);
+    return (int32_t*)packed + (b * panels() + panel_number) * panel_words;
   }
   const int32_t* pairs(const void* packed, int64_t b, int64_t panel_number) const {
     return pairs(const_cast<void*>(packed), b, panel_number);
   }
   float* scales(void* packed, int64_t b) const {
-    return (float*)packed + blocks * padded * (block / 2) + b * padded;
+    return (float*)packed + blocks * panels() * panel_words + b * padded;
   }
   const float* scales(const void* packed, int64_t b) const {
     return scales(const_cast<void*>(packed), b);

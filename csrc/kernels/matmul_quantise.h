@@ -44,6 +44,12 @@ inline Vec lift_of(Vec largest) {
   return select((largest > kBig) & (largest <= __FLT_MAX__), splat(kLower), lift);
 }
 
+// v · before, where it isn't known to be 1, as it nearly always is.
+template <bool kLifted>
+inline Vec lifted(Vec v, Vec before) {
+  return kLifted ? v * before : v;
+}
+
 // From the sum of squares and the largest magnitude of values · before.
 inline BlockScale scale_of(Vec squares, Vec largest, Vec before) {
   const Vec stored = max(sqrt(squares) * (kUnit / kNorm), largest * (kUnit / kLargest));

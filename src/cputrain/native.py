@@ -39,7 +39,7 @@ SIGNATURES = {
     "scale": "ippf",
     "dropout": "ppiifk",
     "int16_packed_bytes": "iiip",
-    "int16_pack": "piii" + "pipi" + "p",
+    "int16_pack": "piiii" + "pipi" + "p",
     "int16_product": "pppi" + "iii" + "pi",
     "int16_allow_vnni": "i",
     "embed": "ppppppppppp" + "iiffk",

@@ -8,6 +8,7 @@ two orientations:
     weight gradient dw_OI = dy_TOᵀ · x_TI    dy by columns, left   x by columns, right
 
 `by_rows` and `by_columns` make an operand that `product` packs on its way, into memory that is then thrown away.
+Sources may be float32 or bfloat16.
 `pack` packs at once, both orientations in one read if asked to; the result is plain memory that may be used more than
 once and kept from the forward to the backward.
 
@@ -40,6 +41,7 @@ class _Operand(ctypes.Structure):
 
     _fields_ = [
         ("source", ctypes.c_void_p),
+        ("bf16", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("by_columns", ctypes.c_int64),
         ("sums", ctypes.c_void_p),
@@ -62,8 +64,9 @@ class Operand:
     def _native(self) -> _Operand:
         memory, sums = self.memory.data_ptr(), None if self.sums is None else self.sums.data_ptr()
         if self.source is None:
-            return _Operand(None, 0, 0, None, memory)
-        return _Operand(self.source.data_ptr(), self.source.stride(0), int(self.columns), sums, memory)
+            return _Operand(None, 0, 0, 0, None, memory)
+        bf16, stride = int(self.source.dtype == torch.bfloat16), self.source.stride(0)
+        return _Operand(self.source.data_ptr(), bf16, stride, int(self.columns), sums, memory)
 
 
 def _memory(vectors: int, depth: int, role: Role) -> Tensor:
@@ -73,7 +76,9 @@ def _memory(vectors: int, depth: int, role: Role) -> Tensor:
 
 
 def _checked(x: Tensor, sums: Tensor | None = None) -> Tensor:
-    require_float32("int16 operand", x=x, sums=sums)
+    if x.dtype != torch.bfloat16:
+        require_float32("int16 operand", x=x)
+    require_float32("int16 operand", sums=sums)
     if x.dim() != 2:
         raise ValueError(f"int16 operand: x must have two dimensions, found {x.dim()}; flatten the leading ones.")
     require_size("int16 operand", (x.shape[1],), sums=sums)
@@ -84,14 +89,16 @@ def _checked(x: Tensor, sums: Tensor | None = None) -> Tensor:
 
 def by_rows(x: Tensor, role: Role) -> Operand:
     """The rows of `x` as vectors; packed when they are multiplied."""
+    x = _checked(x)
     rows, cols = x.shape
-    return Operand(_memory(rows, cols, role), rows, cols, role, _checked(x))
+    return Operand(_memory(rows, cols, role), rows, cols, role, x)
 
 
 def by_columns(x: Tensor, role: Role, sums: Tensor | None = None) -> Operand:
     """The columns of `x` as vectors; packed when they are multiplied. `sums` receives their sums then."""
+    x = _checked(x, sums)
     rows, cols = x.shape
-    return Operand(_memory(cols, rows, role), cols, rows, role, _checked(x, sums), True, sums)
+    return Operand(_memory(cols, rows, role), cols, rows, role, x, True, sums)
 
 
 def pack(
@@ -106,6 +113,7 @@ def pack(
     column_operand = Operand(_memory(width, count, columns), width, count, columns) if columns else None
     native.kernels().int16_pack(
         x.data_ptr(),
+        int(x.dtype == torch.bfloat16),
         x.stride(0),
         count,
         width,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -18,8 +19,8 @@ PANELS = {"portable": {"left": 4, "right": 8}, "avx2": {"left": 4, "right": 16},
 def kernel_scales(operand: matmul.Operand) -> Tensor:
     """(vectors, blocks): the end of packed memory."""
     panel = PANELS[native.kernels().isa][operand.role]
-    padded = -(-operand.vectors // panel) * panel
-    blocks = -(-operand.depth // matmul.block_depth(operand.depth))
+    padded = math.ceil(operand.vectors / panel) * panel
+    blocks = math.ceil(operand.depth / matmul.block_depth(operand.depth))
     floats = operand.memory[-4 * padded * blocks :].view(torch.float32)
     return floats.view(blocks, padded)[:, : operand.vectors].t()
 
@@ -106,6 +107,19 @@ def test_packed_in_one_go_kept_and_used_twice(isa, threads):
         assert torch.equal(product(rows, by_rows(w, "right")), matmul.linear_forward(x, w))
         assert torch.equal(product(by_columns(dy, "left"), columns), matmul.linear_weight_grad(dy, x))
     assert_sums(sums, x)
+
+
+def test_bf16_sources(isa):
+    """Read as they are: the same as their values in float32."""
+    x, w, dy = torch.randn(77, 600).bfloat16(), torch.randn(90, 600).bfloat16(), torch.randn(77, 90).bfloat16()
+    sums, expected = torch.empty(90), torch.empty(90)
+    assert torch.equal(matmul.linear_forward(x, w), matmul.linear_forward(x.float(), w.float()))
+    assert torch.equal(matmul.linear_input_grad(dy, w), matmul.linear_input_grad(dy.float(), w.float()))
+    ours = matmul.linear_weight_grad(dy, x, bias_grad=sums)
+    assert torch.equal(ours, matmul.linear_weight_grad(dy.float(), x.float(), bias_grad=expected))
+    assert torch.equal(sums, expected)
+    rows, _ = pack(x, rows="left", columns="right")
+    assert torch.equal(product(rows, by_rows(w, "right")), matmul.linear_forward(x, w))
 
 
 def test_strided_sources_and_results(isa):
@@ -233,6 +247,8 @@ def test_says_what_is_wrong():
         product(by_rows(x, "left"), by_rows(x, "right"), accumulate=True)
     with pytest.raises(ValueError, match="two dimensions"):
         pack(torch.randn(2, 3, 4), rows="left")
+    with pytest.raises(ValueError, match="two dimensions"):
+        by_rows(torch.randn(2, 3, 4), "left")
     with pytest.raises(ValueError, match="sums need columns"):
         pack(x, rows="left", sums=torch.empty(5))
     with pytest.raises(ValueError, match="contiguous"):

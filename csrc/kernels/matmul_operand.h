@@ -1,0 +1,72 @@
+// An operand of a product whose parts are packed by whichever thread needs them first.
+//
+// A barrier between packing and multiplying would make every thread wait for the slowest, which on
+// a busy machine may not even be running; and what a thread has just packed is still in its cache.
+#pragma once
+
+#include <sched.h>
+
+#include "api.h"
+#include "matmul_pack.h"
+
+namespace {
+
+class LazyOperand {
+ public:
+  LazyOperand(const Int16Operand& o, int64_t vectors, int64_t depth, int64_t role)
+      : layout(vectors, depth, role),
+        packed(o.packed),
+        by_columns_(o.by_columns),
+        packing_(o.source, o.bf16, o.stride, o.by_columns ? depth : vectors,
+                 o.by_columns ? vectors : depth, o.by_columns ? nullptr : o.packed, role,
+                 o.by_columns ? o.packed : nullptr, role, o.sums) {
+    states_ = (uint8_t*)calloc(packing_.tasks() + 1, 1);
+    if (!states_) abort();
+  }
+  ~LazyOperand() { free(states_); }
+  LazyOperand(const LazyOperand&) = delete;
+
+  // When this returns, the vectors first … last - 1 are packed in this block.
+  void ensure(int64_t block, int64_t first, int64_t last) {
+    if (packing_.tasks() == 0) return;
+    last = last < layout.vectors ? last : layout.vectors;
+    const int64_t each = by_columns_ ? kTaskColumns : kTaskRows;
+    const int64_t start =
+        by_columns_ ? block * packing_.column_tasks : 0;  // tasks by rows do all blocks
+    ensure_tasks(start + first / each, start + (last + each - 1) / each);
+  }
+
+  // When all threads are done: packs what no product needed, for the sums.
+  void finish() {
+    ensure_tasks(0, packing_.tasks());
+    packing_.total_sums();
+  }
+
+  const PackedLayout layout;
+  void* const packed;
+
+ private:
+  enum State : uint8_t { kNot, kBeing, kDone };
+
+  void ensure_tasks(int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; t++)
+      if (claim(t)) {
+        packing_.run(t);
+        __atomic_store_n(&states_[t], (uint8_t)kDone, __ATOMIC_RELEASE);
+      }
+    for (int64_t t = begin; t < end; t++)
+      while (__atomic_load_n(&states_[t], __ATOMIC_ACQUIRE) != kDone) sched_yield();
+  }
+
+  bool claim(int64_t task) {
+    uint8_t state = __atomic_load_n(&states_[task], __ATOMIC_RELAXED);
+    return state == kNot && __atomic_compare_exchange_n(&states_[task], &state, (uint8_t)kBeing,
+                                                        false, __ATOMIC_RELAXED, __ATOMIC_RELAXED);
+  }
+
+  const bool by_columns_;
+  const Packing packing_;
+  uint8_t* states_;  // of the packing's tasks
+};
+
+}  // namespace
