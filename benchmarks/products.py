@@ -4,9 +4,10 @@
     python benchmarks/products.py --isa avx2         # both sides limited to AVX2
     python benchmarks/products.py --threads 1 --json
 
-Both run in turns. Quantising and packing of both operands is inside our time. `best` is the ratio of the shortest
-times, which a busy machine disturbs least; `ratio` is the median over the turns. The errors are relative to a float64
-product, of normally distributed values whose rows differ in magnitude.
+Both run in turns; with one thread by its CPU time, so that other processes don't count. Quantising and packing of both
+operands is inside our time. `best` is the ratio of the shortest times, which a busy machine disturbs least; `ratio` is
+the median over the turns. The errors are relative to a float64 product, of normally distributed values whose rows
+differ in magnitude.
 """
 
 from __future__ import annotations
@@ -74,18 +75,19 @@ def cases(model: str) -> Iterator[Case]:
             yield _case(f"{name} weight gradient", lambda dy=dy, x=x: linear_weight_grad(dy, x), dy.t(), x)
 
 
-def seconds(function: Callable[[], object]) -> float:
-    start = time.perf_counter()
+def seconds(function: Callable[[], object], clock: Callable[[], float]) -> float:
+    start = clock()
     function()
-    return time.perf_counter() - start
+    return clock() - start
 
 
-def measure(case: Case, budget: float) -> dict[str, float | str]:
+def measure(case: Case, budget: float, threads: int) -> dict[str, float | str]:
+    clock = time.thread_time if threads == 1 else time.perf_counter
     case.ours(), case.torch()
     turns: list[tuple[float, float]] = []
     end = time.perf_counter() + budget
     while len(turns) < 7 or time.perf_counter() < end:
-        turns.append((seconds(case.ours), seconds(case.torch)))
+        turns.append((seconds(case.ours, clock), seconds(case.torch, clock)))
     ours, theirs = (min(times) for times in zip(*turns, strict=True))
     int16, bf16, fp32 = case.errors()
     return {
@@ -140,7 +142,7 @@ def main() -> None:
     for model in SHAPES:
         for case in cases(model):
             if settings.only in case.name:
-                results.append(measure(case, settings.seconds))
+                results.append(measure(case, settings.seconds, settings.threads))
                 print(f"{case.name}: {results[-1]['best']:.2f}", file=sys.stderr)
     if settings.json:
         print(json.dumps(results, indent=1))
