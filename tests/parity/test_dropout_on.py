@@ -91,8 +91,9 @@ def test_attention_dropout_is_applied_at_the_rate_that_stock_uses():
 
 @pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
 @pytest.mark.parametrize("mask", [RIGHT, LEFT, HOLES, torch.ones(3, 7).long()], ids=["right", "left", "holes", "full"])
-def test_checkpointed_gradients_equal_plain_ones_bit_for_bit(reentrant, mask):
-    model = cputrain.optimize(bert(hf.BertForQuestionAnswering, dropout=0.2))
+@pytest.mark.parametrize("dtype", ["fp32", "int16"])
+def test_checkpointed_gradients_equal_plain_ones_bit_for_bit(dtype, reentrant, mask):
+    model = cputrain.optimize(bert(hf.BertForQuestionAnswering, dropout=0.2), dtype=dtype)
     start = mask.argmax(1)
     batch = {"input_ids": ids(mask), "attention_mask": mask, "start_positions": start, "end_positions": start}
     plain = gradients_of(model, seeded_loss(batch))

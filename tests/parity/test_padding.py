@@ -41,8 +41,9 @@ def test_a_row_of_nothing_but_padding():
     assert all(p.grad is None or p.grad.isfinite().all() for p in ours.parameters())
 
 
-def test_a_batch_of_nothing_but_padding():
-    ours = cputrain.optimize(bert())
+@pytest.mark.parametrize("dtype", ["fp32", "int16"])
+def test_a_batch_of_nothing_but_padding(dtype):
+    ours = cputrain.optimize(bert(), dtype=dtype)
     hidden = ours(ids(RIGHT), attention_mask=torch.zeros_like(RIGHT)).last_hidden_state
     hidden.sum().backward()
     assert (hidden == 0).all()

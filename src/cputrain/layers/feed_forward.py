@@ -54,7 +54,7 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
         return stock(hidden_states)
     h = joined_linear(flat(hidden_states), [self.dense.weight], [None], precision_of(self))
     a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn))
-    return a.view(*hidden_states.shape[:-1], -1)
+    return a.view(*hidden_states.shape[:-1], a.shape[-1])
 
 
 def _is_intermediate(module: nn.Module) -> bool:

@@ -98,19 +98,23 @@ def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[n
     """The linear layers around the encoder, in each model with just one (`others` couldn't drop their padding)."""
     done: set[nn.Module] = set()
     for name, module in model.named_modules():
-        if module in done or not is_transformers_model(module) or not untouched(module):
+        if module in done or not is_transformers_model(module):
             continue
         parts = set(module.modules())
+        if not untouched(module):  # a model with a span head, or one whose forward somebody replaced
+            done |= parts
+            continue
         inside = parts.intersection(encoders)
         if len(inside) != 1 or parts.intersection(others) or "attention_mask" not in parameter_names(module.forward):
             continue
         done |= parts
         encoded = set(inside.pop().modules())
         heads = [(n, p) for n, p in module.named_modules() if type(p) is nn.Linear and p not in encoded]
-        patches.bind(name, module, "forward", model_forward, "hands the dropped padding to its heads")
+        heads = [(n, p) for n, p in heads if untouched(p)]
+        if heads:
+            patches.bind(name, module, "forward", model_forward, "hands the dropped padding to its heads")
         for part_name, part in heads:
-            if untouched(part):
-                patches.bind(_join(name, part_name), part, "forward", token_head_forward, _TOKEN)
+            patches.bind(_join(name, part_name), part, "forward", token_head_forward, _TOKEN)
 
 
 def _join(*names: str) -> str:
