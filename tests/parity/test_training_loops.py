@@ -135,8 +135,18 @@ def test_int32_ids_as_stock():
 
 def test_ids_outside_the_vocabulary_are_an_error():
     ours = cputrain.optimize(bert())
+    before = ours(ids(FULL)).last_hidden_state
     with pytest.raises(IndexError):
         ours(torch.full((1, 3), 10**6))
+    assert torch.equal(ours(ids(FULL)).last_hidden_state, before)  # and leave nothing behind
+
+
+def test_differentiating_twice_is_an_error_and_not_a_wrong_result():
+    ours = cputrain.optimize(bert(hf.BertForQuestionAnswering))
+    inside = ours.bert.encoder.layer[0].output.dense.weight
+    (grad,) = torch.autograd.grad(span_loss(ours), [inside], create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.square().sum().backward()
 
 
 def test_ddp_gives_the_same_gradients(tmp_path):
