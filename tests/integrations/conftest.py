@@ -11,7 +11,7 @@ from cputrain.integrations import notices
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch):
-    for name in ("CPUTRAIN_DTYPE", "CPUTRAIN_PADDING", "ACCELERATE_USE_IPEX", "ACCELERATE_MIXED_PRECISION"):
+    for name in ("CPUTRAIN_DTYPE", "CPUTRAIN_PADDING", "CPUTRAIN_IPEX", "ACCELERATE_MIXED_PRECISION"):
         monkeypatch.delenv(name, raising=False)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for models this small more are slower

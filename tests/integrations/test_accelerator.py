@@ -113,7 +113,7 @@ def test_fp16_is_refused() -> None:
 
 @pytest.mark.parametrize("mixed_precision", ["no", "bf16"])
 def test_ipex_false_in_the_configuration_is_stock(mixed_precision: str, monkeypatch, caplog) -> None:
-    monkeypatch.setenv("ACCELERATE_USE_IPEX", "false")
+    monkeypatch.setenv("CPUTRAIN_IPEX", "false")
     accelerator, made = Accelerator(cpu=True, mixed_precision=mixed_precision), parts()
     accelerator.prepare(*made.values())
     assert not api.is_optimized(made["model"]) and not is_taken_over(made["optimizer"])

@@ -17,7 +17,7 @@ from cputrain.launch.config import Config
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHOW = """
 import json, os, sys
-names = ("ACCELERATE_USE_CPU", "ACCELERATE_USE_IPEX", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS",
+names = ("ACCELERATE_USE_CPU", "CPUTRAIN_IPEX", "ACCELERATE_MIXED_PRECISION", "OMP_NUM_THREADS",
          "CPUTRAIN_DTYPE", "CPUTRAIN_PADDING")
 print(json.dumps({"argv": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
 """
@@ -53,7 +53,7 @@ def test_the_guides_file_reaches_the_script(script: Path) -> None:
     assert found == {
         "argv": ["--num_processes", "-m"],
         "ACCELERATE_USE_CPU": "true",
-        "ACCELERATE_USE_IPEX": "true",
+        "CPUTRAIN_IPEX": "true",
         "ACCELERATE_MIXED_PRECISION": "bf16",
         "OMP_NUM_THREADS": str(hardware.this_machine().usable_cores.value),
         "CPUTRAIN_DTYPE": None,
@@ -66,7 +66,7 @@ def test_options_win_over_the_file(script: Path) -> None:
     options += ["--num_cpu_threads_per_process", "3"]
     file = ["--config_file", str(EXAMPLES / "nlp_example.yaml")]
     found = shown(*file, *options, str(script), home=script.parent, OMP_NUM_THREADS="7")
-    assert found["ACCELERATE_MIXED_PRECISION"] == "no" and found["ACCELERATE_USE_IPEX"] == "false"
+    assert found["ACCELERATE_MIXED_PRECISION"] == "no" and found["CPUTRAIN_IPEX"] == "false"
     assert (found["CPUTRAIN_DTYPE"], found["CPUTRAIN_PADDING"], found["OMP_NUM_THREADS"]) == ("fp32", "keep", "3")
 
 
@@ -75,7 +75,7 @@ def test_the_default_file_is_read_by_itself(script: Path) -> None:
         Config(mixed_precision="bf16", ipex=False), config_file.default_path({"HOME": str(script.parent)})
     )
     found = shown(str(script), home=script.parent)
-    assert (found["ACCELERATE_MIXED_PRECISION"], found["ACCELERATE_USE_IPEX"]) == ("bf16", "false")
+    assert (found["ACCELERATE_MIXED_PRECISION"], found["CPUTRAIN_IPEX"]) == ("bf16", "false")
 
 
 def test_a_module_may_be_launched(script: Path) -> None:

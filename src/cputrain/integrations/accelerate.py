@@ -5,7 +5,6 @@ Trainer calls `prepare` too, so this is the one place where either kind of scrip
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -61,11 +60,13 @@ class Accelerator(stock.Accelerator):
         _optimise(self, [model])
         return super().prepare_model(model, *args, **kwargs)
 
+    def _prepare_ipex_or_xpu(self, *args: Any) -> tuple[Any, ...]:
+        """Where accelerate before 1.13 called IPEX."""
+        return args
+
 
 def _why_stock(accelerator: stock.Accelerator, use_ipex: bool | None) -> str | None:
-    if use_ipex is None and os.environ.get("ACCELERATE_USE_IPEX", "").lower() in ("false", "0", "no"):
-        use_ipex = False
-    if use_ipex is False:
+    if use_ipex is False or (use_ipex is None and settings.is_off()):
         return "IPEX is off (use_ipex, or ipex in the configuration)"
     if accelerator.device.type != "cpu":
         return f"it runs on {accelerator.device}; --use_cpu or Accelerator(cpu=True) chooses the CPU"

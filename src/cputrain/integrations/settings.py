@@ -15,12 +15,20 @@ if TYPE_CHECKING:
 
 DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
 PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
+# A configuration's `ipex: false`. Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
+IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
 
 
 def check() -> None:
     """Refuses misspelt settings at once, rather than when the model is there."""
     _one_of(DTYPE, DTYPES)
     _one_of(PADDING, PADDINGS)
+    _one_of(IPEX, TRUTHS)
+
+
+def is_off() -> bool:
+    """Whether stock was asked for."""
+    return _one_of(IPEX, TRUTHS) == "false"
 
 
 def padding() -> Padding:

@@ -15,7 +15,7 @@ def of_training(
     here = config.num_processes // config.num_machines
     added = {
         "ACCELERATE_USE_CPU": _word(config.use_cpu),
-        "ACCELERATE_USE_IPEX": _word(config.ipex),
+        "CPUTRAIN_IPEX": _word(config.ipex),
         "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
     }
     if threads is not None:
