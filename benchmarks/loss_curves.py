@@ -15,7 +15,7 @@ import statistics
 import sys
 from pathlib import Path
 
-from interleaved import Side, environment, in_turns, usable_cores
+from interleaved import Side, environment
 from machine import description, facts_table, report_path, table
 
 SCRIPT = Path(__file__).parent.parent / "examples" / "demo" / "training_side.py"
@@ -27,18 +27,23 @@ COLOURS = {"stock": "#d95f02", "cputrain": "#1b6ca8"}
 WIDTH, HEIGHT, MARGIN = 720, 400, 50
 
 
-def train(seed: int, steps: int, threads: int) -> tuple[list[float], list[float]]:
-    """The loss of each step, stock and cputrain."""
-    settings = {"steps": steps, "seed": seed, "threads": threads, "questions": 1}
-    sides = [Side(name, str(SCRIPT), settings, environment("native", threads, ours=True)) for name in NAMES]
+def train(seeds: list[int], steps: int, threads: int) -> Curves:
+    """All sides and seeds at once, because nothing is timed here."""
+    environments = {name: environment("native", threads, ours=name == "cputrain") for name in NAMES}
+    shared = {"steps": steps, "threads": threads, "questions": 1}
+    sides = [Side(name, str(SCRIPT), shared | {"seed": seed}, environments[name]) for name in NAMES for seed in seeds]
+    curves: Curves = {name: [[] for _ in seeds] for name in NAMES}
     try:
-        turns = list(in_turns(sides, steps // STEPS_PER_TURN, "turn"))
+        for turn in range(steps // STEPS_PER_TURN):
+            for side in sides:
+                side.send("turn", number=turn)
+            for index, side in enumerate(sides):
+                curves[side.name][index % len(seeds)] += side.receive()["losses"]
+            print(f"\r{(turn + 1) * STEPS_PER_TURN} of {steps} steps", end="", file=sys.stderr)
     finally:
         for side in sides:
             side.close()
-    stock, ours = ([loss for turn in turns for loss in turn[side]["losses"]] for side in range(2))
-    print(f"seed {seed}: last losses {stock[-1]:.3f} {ours[-1]:.3f}", file=sys.stderr)
-    return stock, ours
+    return curves
 
 
 def windows(curve: list[float], width: int) -> list[float]:
@@ -132,7 +137,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--window", type=int, default=25, help="steps that are averaged (default 25)")
-    parser.add_argument("--threads", type=int, default=usable_cores())
+    parser.add_argument("--threads", type=int, default=1, help="threads of each of the processes (default 1)")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON instead of the report")
     parser.add_argument("--report", action="store_true", help="also write report and picture into benchmarks/results")
     arguments = parser.parse_args()
@@ -145,8 +150,7 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    runs = [train(seed, arguments.steps, arguments.threads) for seed in arguments.seeds]
-    curves: Curves = {name: [run[side] for run in runs] for side, name in enumerate(NAMES)}
+    curves = train(arguments.seeds, arguments.steps, arguments.threads)
     path, image = report_path("loss_curves"), report_path("loss_curves", ".svg")
     text = report(compare(curves, arguments.window), arguments, image.name)
     print(json.dumps(curves) if arguments.json else text)
