@@ -26,19 +26,24 @@ class LazyOperand {
   ~LazyOperand() { free(states_); }
   LazyOperand(const LazyOperand&) = delete;
 
-  // When this returns, the vectors first … last - 1 are packed in this block.
+  // When this returns, the vectors first … last - 1 are packed in this block. By columns, the
+  // threads pack the whole matrix from top to bottom before they go on: to pick out some columns of
+  // it again and again would fetch its lines more than once.
   void ensure(int64_t block, int64_t first, int64_t last) {
     if (packing_.tasks() == 0) return;
     last = last < layout.vectors ? last : layout.vectors;
-    const int64_t each = by_columns_ ? kTaskColumns : kTaskRows;
-    const int64_t start =
-        by_columns_ ? block * packing_.column_tasks : 0;  // tasks by rows do all blocks
-    ensure_tasks(start + first / each, start + (last + each - 1) / each);
+    if (!by_columns_) {  // these tasks do all blocks
+      const int64_t begin = first / kTaskRows, end = (last + kTaskRows - 1) / kTaskRows;
+      return work(begin, end), wait(begin, end);
+    }
+    const int64_t start = block * packing_.column_tasks;
+    work(0, packing_.tasks());
+    wait(start + first / kTaskColumns, start + (last + kTaskColumns - 1) / kTaskColumns);
   }
 
   // When all threads are done: packs what no product needed, for the sums.
   void finish() {
-    ensure_tasks(0, packing_.tasks());
+    work(0, packing_.tasks());
     packing_.total_sums();
   }
 
@@ -48,12 +53,15 @@ class LazyOperand {
  private:
   enum State : uint8_t { kNot, kBeing, kDone };
 
-  void ensure_tasks(int64_t begin, int64_t end) {
+  void work(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
       if (claim(t)) {
         packing_.run(t);
         __atomic_store_n(&states_[t], (uint8_t)kDone, __ATOMIC_RELEASE);
       }
+  }
+
+  void wait(int64_t begin, int64_t end) const {
     for (int64_t t = begin; t < end; t++)
       while (__atomic_load_n(&states_[t], __ATOMIC_ACQUIRE) != kDone) sched_yield();
   }
