@@ -23,6 +23,10 @@ def take_over(model: nn.Module, patches: Patches) -> None:
     submodels: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
     if not submodels:
         return
+    if not hasattr(sys.modules["transformers"], "AttentionMaskInterface"):
+        version = sys.modules["transformers"].__version__
+        patches.leave("", model, f"attention and padding are stock's: transformers {version} has no registry of masks")
+        return
     if not all(submodel._can_set_attn_implementation() for submodel in submodels):
         patches.leave("", model, "its attention doesn't go through transformers' registry")
         return
