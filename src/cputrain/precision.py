@@ -11,7 +11,7 @@ def choose(dtype: str | torch.dtype) -> tuple[str, str]:
     """(precision, why) for what the user asked for."""
     name = _NAMES.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype
     if name == "auto":
-        return "fp32", "auto: stock's own precision; dtype='int16' is faster, with an eighth of bf16's error or less"
+        return "fp32", "auto: stock's own precision; dtype='int16' is faster, and more exact than bf16"
     if name == "fp32":
         return "fp32", "asked for"
     if name == "int16":
