@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from cputrain import __version__
-from cputrain.cli import config, doctor, launch, run
+from cputrain.cli import config, doctor, k8s, launch, run
 
 app = typer.Typer(
     name="cputrain",
@@ -22,6 +22,7 @@ app.command()(doctor.doctor)
 app.command()(config.config)
 # What stands after the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
+app.add_typer(k8s.app, name="k8s")
 
 
 @app.command("run", help=run.SUMMARY, add_help_option=False)

@@ -1,0 +1,155 @@
+"""Reads manifests as kubectl does, and remembers the line of everything."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+Where = tuple["str | int", ...]
+_MOST_VALUES = 200_000  # a few lines of aliases can mean billions
+
+# As kubectl's YAML library resolves plain scalars: YAML 1.1, without its base 60.
+_TRUE = {"y", "Y", "yes", "Yes", "YES", "on", "On", "ON", "true", "True", "TRUE"}
+_FALSE = {"n", "N", "no", "No", "NO", "off", "Off", "OFF", "false", "False", "FALSE"}
+_NULL = {"", "~", "null", "Null", "NULL"}
+_WHOLE = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]{0,300})")
+_FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+
+
+class YamlError(ValueError):
+    """What isn't YAML, and where."""
+
+    def __init__(self, line: int, sentence: str) -> None:
+        super().__init__(sentence)
+        self.line = line
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document of a file: its data, and the line of each key and item by its path."""
+
+    value: Any
+    lines: dict[Where, int]
+
+    def line(self, where: Where) -> int:
+        """The line of a path, or of the nearest thing around it that exists."""
+        while where not in self.lines and where:
+            where = where[:-1]
+        return self.lines.get(where, 1)
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
+
+
+def parse(text: str) -> list[Document]:
+    """All documents; empty ones are skipped, as kubectl does."""
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    documents = []
+    try:
+        for node in YAML(typ="safe", pure=True).compose_all(StringIO(text)):
+            reader = _Reader()
+            value = reader.value(node, ())
+            if value is not None:
+                documents.append(Document(value, reader.lines))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = mark.line + 1 if mark else 1
+        raise YamlError(line, f"{error.problem or error.context}{_remedy(text, line)}") from None
+    except YAMLError as error:  # a character that YAML doesn't allow
+        line = text[: getattr(error, "position", 0)].count("\n") + 1
+        raise YamlError(line, str(getattr(error, "reason", "not YAML"))) from None
+    except RecursionError:
+        raise YamlError(1, "it is nested too deeply") from None
+    return documents
+
+
+def _remedy(text: str, line: int) -> str:
+    """The usual reasons for a line that doesn't parse."""
+    lines = text.splitlines()
+    for number in range(line, max(0, line - 3), -1):
+        found = lines[number - 1] if number <= len(lines) else ""
+        if re.match(r"[-+] {2,}\S", found):
+            return f": line {number} begins with `{found[0]}` like a line of a diff; put a blank in its place"
+        if re.match(r" *\t", found):
+            return f": line {number} is indented with a tab; use blanks"
+    return ""
+
+
+class _Reader:
+    """Turns ruamel's nodes, which know their lines, into plain data."""
+
+    def __init__(self) -> None:
+        self.lines: dict[Where, int] = {}
+        self._open: set[int] = set()
+
+    def value(self, node: Any, where: Where) -> Any:
+        from ruamel.yaml.nodes import MappingNode, ScalarNode, SequenceNode
+
+        self.lines.setdefault(where, node.start_mark.line + 1)
+        if len(self.lines) > _MOST_VALUES:
+            raise YamlError(node.start_mark.line + 1, f"it means more than {_MOST_VALUES:,} values")
+        if isinstance(node, ScalarNode):
+            return _scalar(node)
+        if id(node) in self._open:
+            raise YamlError(node.start_mark.line + 1, "an alias refers to what it is part of")
+        self._open.add(id(node))
+        try:
+            if isinstance(node, SequenceNode):
+                return [self.value(item, (*where, number)) for number, item in enumerate(node.value)]
+            assert isinstance(node, MappingNode)
+            return dict(self._pairs(node, where))
+        finally:
+            self._open.discard(id(node))
+
+    def _pairs(self, node: Any, where: Where) -> Iterator[tuple[str, Any]]:
+        from ruamel.yaml.nodes import MappingNode, ScalarNode
+
+        seen: dict[str, int] = {}
+        merged: list[Any] = []
+        for key_node, item in node.value:
+            line = key_node.start_mark.line + 1
+            if not isinstance(key_node, ScalarNode):
+                raise YamlError(line, "a key must be a word")
+            key = str(key_node.value)
+            if key == "<<" and not key_node.style:
+                merged += [item] if isinstance(item, MappingNode) else list(item.value)
+                continue
+            if key in seen:
+                raise YamlError(line, f"the key {key} stands in line {seen[key]} already")
+            seen[key] = line
+            here = (*where, key)
+            self.lines[here] = line
+            yield key, self.value(item, here)
+        for other in merged:
+            if isinstance(other, MappingNode):
+                yield from ((key, item) for key, item in self._pairs(other, where) if key not in seen)
+
+
+def _scalar(node: Any) -> Any:
+    text = str(node.value)
+    if node.style:  # quoted or a block: text, whatever it looks like
+        return text
+    if text in _NULL:
+        return None
+    if text in _TRUE or text in _FALSE:
+        return text in _TRUE
+    if _WHOLE.fullmatch(text):
+        digits = text.replace("_", "")
+        sign = -1 if digits.startswith("-") else 1
+        digits = digits.lstrip("+-")
+        octal = len(digits) > 1 and digits[0] == "0" and digits[1] not in "box"
+        return sign * int(f"0o{digits[1:]}" if octal else digits, 0)
+    return float(text) if _FLOAT.fullmatch(text) else text

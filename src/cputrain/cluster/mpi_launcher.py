@@ -1,0 +1,94 @@
+"""What an MPIJob's Launcher runs: `python3 -m cputrain.cluster.mpi_launcher --mpi=openmpi --forward=A,B -- COMMAND …`
+
+It writes an ssh configuration that knows the workers by the job's own key, and becomes mpirun. Variables are forwarded
+by name, so that no value shows in `ps`. Rank 0 runs on the first host of the operator's hostfile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
+
+HOSTFILE = "/etc/mpi/hostfile"
+_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*)(?:\s+slots=(\d+)|:(\d+))?")
+# What programs on the workers need to be found, where the image sets it.
+_IMAGES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG")
+
+
+def hosts(text: str) -> list[tuple[str, int]]:
+    """The operator's hostfile: `name slots=2` for Open MPI, `name:2` for the others."""
+    found = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if line.strip():
+            match = _LINE.fullmatch(line.strip())
+            if not match:
+                raise ValueError(f"the hostfile's line {number} is not a host: {line!r}.")
+            found.append((match[1], int(match[2] or match[3] or 1)))
+    if not found:
+        raise ValueError("the hostfile names no host: has the job any Worker?")
+    return found
+
+
+def ssh_configuration(folder: str, known_hosts: str) -> str:
+    return (
+        f"Host *\n  Port {SSH_PORT}\n  IdentityFile {folder}/id_rsa\n  UserKnownHostsFile {known_hosts}\n"
+        "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 30\n"
+    )
+
+
+def mpirun(
+    mpi: str, hostfile: str, workers: list[tuple[str, int]], forward: list[str], command: list[str]
+) -> list[str]:
+    ranks, slots = str(sum(slots for _, slots in workers)), str(workers[0][1])
+    if mpi == "openmpi":
+        # Open MPI binds each of one or two ranks to a single core by itself; `cputrain launch` places them better.
+        start = ["mpirun", "--hostfile", hostfile, "-np", ranks, "--bind-to", "none"]
+        return [*start, *(word for name in forward for word in ("-x", name)), *command]
+    start = ["mpirun", "-f", hostfile, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
+    return [*start, *(["-bootstrap", "ssh"] if mpi == "intel" else ["-bind-to", "none"]), *command]
+
+
+def environment(mpi: str, inherited: Mapping[str, str], configuration: str, master: str) -> dict[str, str]:
+    """What mpirun itself needs, and where the ranks meet."""
+    ssh = f"-F {configuration}"
+    added = {
+        "openmpi": {"OMPI_MCA_plm_rsh_args": ssh, "PRTE_MCA_plm_ssh_args": ssh},
+        "intel": {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh, "I_MPI_PIN": "0"},
+        "mpich": {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh},
+    }[mpi]
+    return {"MASTER_PORT": "29500", **inherited, **added, "MASTER_ADDR": master}
+
+
+def main(words: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="cputrain.cluster.mpi_launcher")
+    parser.add_argument("--mpi", choices=("openmpi", "intel", "mpich"), required=True)
+    parser.add_argument("--forward", default="")
+    parser.add_argument("--hostfile", default=HOSTFILE)
+    parser.add_argument("--ssh-folder", default=SSH_FOLDER)
+    parser.add_argument("command", nargs="+")
+    chosen = parser.parse_args(words)
+    workers = hosts(Path(chosen.hostfile).read_text())
+    home = Path(os.environ["HOME"])
+    # Every worker's sshd shows the job's own key, so one line knows them all and nothing is taken on trust.
+    key = Path(chosen.ssh_folder, "id_rsa.pub").read_text()
+    (home / "known_hosts").write_text(f"* {key}")
+    (home / "ssh_config").write_text(ssh_configuration(chosen.ssh_folder, str(home / "known_hosts")))
+    environ = environment(chosen.mpi, os.environ, str(home / "ssh_config"), workers[0][0])
+    wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
+    forward = [name for name in dict.fromkeys(wanted) if name in environ]
+    command = mpirun(chosen.mpi, chosen.hostfile, workers, forward, chosen.command)
+    print("starting:", " ".join(command), flush=True)
+    os.execvpe(command[0], command, environ)
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except (ValueError, OSError) as error:
+        sys.exit(f"cputrain: {error}")

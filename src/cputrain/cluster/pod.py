@@ -1,0 +1,171 @@
+"""The pod that all three kinds of job share: restricted, Guaranteed, with its volumes and variables."""
+
+from __future__ import annotations
+
+from posixpath import basename, join
+from typing import Any
+
+from cputrain.cluster.expansion import escape
+from cputrain.cluster.job import HOME, SCRIPTS, Job
+from cputrain.cluster.manifest_text import Noted
+
+Mapping = dict[str, Any]
+
+
+def metadata(job: Job, name: str | None = None) -> Mapping:
+    made: Mapping = {"name": name or job.name}
+    if job.namespace is not None:
+        made["namespace"] = job.namespace
+    return {**made, "labels": labels(job)}
+
+
+def labels(job: Job) -> Mapping:
+    return {"app.kubernetes.io/managed-by": "cputrain", "app.kubernetes.io/instance": job.name}
+
+
+def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
+    note = "a mesh's proxy would end the rendezvous' connections, and never end itself"
+    return {
+        # Istio reads the label today and the annotation in older releases.
+        "annotations": {"sidecar.istio.io/inject": Noted("false", note)},
+        "labels": {**labels(job), "sidecar.istio.io/inject": "false", **(extra or {})},
+    }
+
+
+def command(job: Job) -> list[str]:
+    """`cputrain launch` reads what the operator sets, and starts the right number of processes."""
+    return ["cputrain", "launch"]
+
+
+def arguments(job: Job) -> list[str]:
+    return [escape(word) for word in (*job.launch_options, job.script_path, *job.arguments)]
+
+
+def variables(job: Job) -> list[Any]:
+    """Variables in a fixed order; the user's come last and win over ours of the same name."""
+    sizing = job.sizing
+    made: list[tuple[str, str, str | None]] = [
+        ("HOME", HOME, "the image's own home may belong to another user"),
+        ("LOGLEVEL", job.log_level, None),
+        (
+            "OMP_NUM_THREADS",
+            str(sizing.threads),
+            f"{job.cpu_count} CPUs for {sizing.processes} of these, {sizing.communication} of each for communication; "
+            "OpenMP itself would count the node's CPUs"
+            if job.threads is None
+            else "threads of each process, as asked for",
+        ),
+    ]
+    if sizing.communication:
+        made.append(("CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"))
+    if job.volume:
+        # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
+        made.append(("HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"))
+    if job.preload:
+        made.append(("LD_PRELOAD", ":".join(job.preload), "the loader says so in the log if one isn't in the image"))
+    own = dict(job.environment)
+    hidden = {secret.name for secret in job.secrets}
+    rows: list[Any] = []
+    for name, value, note in made:
+        if name not in own and name not in hidden:
+            row = {"name": name, "value": escape(value)}
+            rows.append(Noted(row, note) if note else row)
+    rows += [{"name": name, "value": escape(value)} for name, value in job.environment]
+    return rows + [_secret(secret.name, secret.secret, secret.key) for secret in job.secrets]
+
+
+def _secret(name: str, secret: str, key: str) -> Mapping:
+    return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def resources(job: Job) -> Mapping:
+    amounts = {"cpu": str(job.cpu_count), "memory": job.memory}
+    return {
+        "limits": Noted(dict(amounts), "limits = requests and whole CPUs: Guaranteed, and pinned where nodes do that"),
+        "requests": amounts,
+    }
+
+
+def container(job: Job, name: str, with_data: bool = True) -> Mapping:
+    """What every container has; the kinds add command, variables and resources."""
+    return {
+        "name": name,
+        "image": job.image,
+        "imagePullPolicy": job.pull_policy,
+        "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
+        "volumeMounts": _mounts(job, with_data),
+    }
+
+
+def _mounts(job: Job, with_data: bool) -> list[Mapping]:
+    mounts: list[Mapping] = [{"name": "home", "mountPath": HOME}]
+    if with_data:
+        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
+        if job.volume:
+            mounts.append({"name": "data", "mountPath": job.volume.mount})
+        if job.script_text is not None:
+            mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
+    return mounts
+
+
+def pod(job: Job, containers: list[Mapping], with_data: bool = True) -> Mapping:
+    """The pod's specification around its container. No restartPolicy: the operators overwrite it."""
+    made: Mapping = {
+        "securityContext": Noted(
+            {
+                "runAsNonRoot": True,
+                "runAsUser": job.user,
+                "runAsGroup": job.user,
+                "fsGroup": job.user,
+                "fsGroupChangePolicy": "OnRootMismatch",
+                "seccompProfile": {"type": "RuntimeDefault"},
+            },
+            'the "restricted" pod security standard; fsGroup makes the volume writable for this user',
+        ),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": containers,
+        "volumes": _volumes(job, with_data),
+    }
+    placement = {
+        "nodeSelector": dict(job.node_selector),
+        "tolerations": [_toleration(item.key, item.value, item.effect) for item in job.tolerations],
+        "priorityClassName": job.priority_class,
+        "serviceAccountName": job.service_account,
+        "imagePullSecrets": [{"name": name} for name in job.pull_secrets],
+    }
+    return {**made, **{key: value for key, value in placement.items() if value}}
+
+
+def _toleration(key: str, value: str | None, effect: str | None) -> Mapping:
+    made = {"key": key, "operator": "Exists"} if value is None else {"key": key, "operator": "Equal", "value": value}
+    return {**made, "effect": effect} if effect else made
+
+
+def _volumes(job: Job, with_data: bool) -> list[Any]:
+    volumes: list[Any] = [{"name": "home", "emptyDir": {"sizeLimit": "10Gi"}}]
+    if with_data:
+        size = job.shared_memory_size
+        note = "data loaders pass batches through /dev/shm, 64 MiB without this; it counts as the pod's memory"
+        memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
+        volumes.append(Noted(memory, note))
+        if job.volume:
+            volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": job.volume.claim}})
+        if job.script_text is not None:
+            volumes.append({"name": "script", "configMap": {"name": script_map_name(job)}})
+    return volumes
+
+
+def script_map_name(job: Job) -> str:
+    return f"{job.name}-script"
+
+
+def script_map(job: Job) -> Mapping:
+    """The script itself, for those who have no image of their own yet."""
+    assert job.script_text is not None
+    return {
+        "apiVersion": "v1",
+        "kind": "ConfigMap",
+        "metadata": metadata(job, script_map_name(job)),
+        "data": {basename(job.script): job.script_text},
+    }

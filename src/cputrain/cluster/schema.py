@@ -1,0 +1,153 @@
+"""Holds a manifest against the operators' real schemas, as the API server would, and says where it differs."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+Where = tuple["str | int", ...]
+_TYPES: dict[str, tuple[type, ...]] = {
+    "object": (dict,),
+    "array": (list,),
+    "string": (str,),
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+}
+_CALLED = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and the path of where."""
+
+    where: Where
+    sentence: str
+
+
+@dataclass(frozen=True)
+class Schemas:
+    """Schemas by number, and the number of each `group/version/Kind`."""
+
+    kinds: dict[str, int]
+    schemas: list[dict[str, Any]]
+
+    def problems(self, manifest: dict[str, Any]) -> Iterator[Problem] | None:
+        """None if the kind isn't known here."""
+        number = self.kinds.get(f"{manifest.get('apiVersion')}/{manifest.get('kind')}")
+        return None if number is None else self._problems(manifest, number, (), root=True)
+
+    def _problems(self, value: Any, number: int, where: Where, root: bool = False) -> Iterator[Problem]:
+        schema = self.schemas[number]
+        if value is None:  # the API server drops nulls, except in lists
+            return
+        wrong = _wrong_type(value, schema)
+        if wrong:
+            yield Problem(where, wrong)
+            return
+        yield from (Problem(where, sentence) for sentence in _wrong_value(value, schema))
+        if isinstance(value, dict):
+            yield from self._in_mapping(value, schema, where, root)
+        elif isinstance(value, list):
+            yield from self._in_list(value, schema, where)
+
+    def _in_mapping(self, value: dict[str, Any], schema: dict[str, Any], where: Where, root: bool) -> Iterator[Problem]:
+        properties = schema.get("properties")
+        others = schema.get("additionalProperties")
+        for key, item in value.items():
+            if root and key == "metadata":
+                continue  # the API server's own, the same for every kind
+            if properties and key in properties:
+                yield from self._problems(item, properties[key], (*where, key))
+            elif others is not None:
+                yield from self._problems(item, others, (*where, key))
+            elif properties is not None and not schema.get("anyFields"):
+                yield Problem((*where, key), f"{key} is not a field that exists here{_likely(key, list(properties))}")
+        missing = [key for key in schema.get("required", ()) if value.get(key) is None]
+        yield from (Problem(where, f"{key} is missing") for key in missing)
+
+    def _in_list(self, value: list[Any], schema: dict[str, Any], where: Where) -> Iterator[Problem]:
+        seen: dict[str, int] = {}
+        keys = schema.get("uniqueBy")
+        for number, item in enumerate(value):
+            if "items" in schema:
+                yield from self._problems(item, schema["items"], (*where, number))
+            if keys and isinstance(item, dict):
+                found = json.dumps([item.get(key) for key in keys], default=str)
+            elif schema.get("set"):
+                found = json.dumps(item, default=str)
+            else:
+                continue
+            if found in seen:
+                yield Problem((*where, number), f"it is the same as item {seen[found] + 1}, and each may stand once")
+            seen[found] = number
+
+
+def _wrong_type(value: Any, schema: dict[str, Any]) -> str | None:
+    if schema.get("intOrString"):
+        if isinstance(value, (int, str)) and not isinstance(value, bool):
+            return None
+        return f'it must be a whole number or a string, found {_shown(value)}; write it in quotes: "{value}"'
+    wanted = schema.get("type")
+    if wanted is None or (isinstance(value, _TYPES[wanted]) and (wanted == "boolean") == isinstance(value, bool)):
+        return None
+    remedy = (
+        f'; write it in quotes: "{_yaml(value)}"' if wanted == "string" and not isinstance(value, (dict, list)) else ""
+    )
+    if wanted == "integer" and isinstance(value, str) and value.isdecimal():
+        remedy = "; write it without quotes"
+    return f"it must be {_CALLED.get(_TYPES[wanted][0], wanted)}, found {_shown(value)}{remedy}"
+
+
+def _wrong_value(value: Any, schema: dict[str, Any]) -> Iterator[str]:
+    if "enum" in schema and value not in schema["enum"]:
+        yield f"it must be one of {', '.join(map(str, schema['enum']))}, found {_shown(value)}"
+    if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
+        yield f"{_shown(value)} doesn't have the form that is asked for here{_quantity_remedy(value)}"
+    for low, high, size in (
+        ("minimum", "maximum", value if isinstance(value, (int, float)) else None),
+        ("minLength", "maxLength", len(value) if isinstance(value, str) else None),
+        ("minItems", "maxItems", len(value) if isinstance(value, list) else None),
+        ("minProperties", "maxProperties", len(value) if isinstance(value, dict) else None),
+    ):
+        if size is not None and low in schema and size < schema[low]:
+            yield f"it must be at least {schema[low]}, found {size}"
+        if size is not None and high in schema and size > schema[high]:
+            yield f"it must be at most {schema[high]}, found {size}"
+
+
+def _likely(key: str, known: list[str]) -> str:
+    lower = {name.lower(): name for name in known}
+    near = difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.75)
+    return f"; did you mean {lower[near[0]]}?" if near else ""
+
+
+def _quantity_remedy(value: str) -> str:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kKmMgGtT])i?[bB]", value)
+    return f"; write {found[1]}{found[2].upper()}i" if found else ""
+
+
+def _yaml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    text = _yaml(value) if not isinstance(value, str) else repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}…"
+
+
+@cache
+def of_operators() -> Schemas:
+    """Training operator 1.9.4, MPI operator 0.8.2, Trainer 2.3.0 and JobSet 0.12.0, as derive_schemas made them."""
+    data = json.loads(Path(__file__).with_name("schemas.json").read_text())
+    return Schemas(data["kinds"], data["schemas"])

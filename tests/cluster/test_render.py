@@ -1,0 +1,193 @@
+"""Every rendered kind against the real schemas, the core's and the operators' own rules, over a grid of options."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import kubernetes_validate
+import pytest
+import yaml
+from cluster import kubelet
+
+from cputrain.cluster import derive_schemas, manifest_reader, manifests, schema, webhooks
+from cputrain.cluster.expansion import escape
+from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
+from cputrain.cluster.manifest_text import plain
+
+CRDS = Path(__file__).parents[3] / "shared" / "crds"
+TRICKS = (
+    "$(HOME)", "$$(HOME)", "$", "$$", "$$$(X", "$é(", "yes", "~", "null", "0x1F", "1e3", "12:30:45", "2026-11-16", "=",
+    "<<", "- a", "a: b", "#no", "'", '"', "a\nb\n", "\n", " x ", "\t", "&a", "*a", "!!python/object:os.system", "{{x}}",
+    "%YAML 1.1", "---", "...", "`id`", "$(id)", ";rm -rf /", "\u2028", "\x85", "\ufeff", "😀", "\x7f", "", "|", ">-",
+)  # fmt: skip
+EXTRAS: dict[str, Any] = {
+    "namespace": "kubeflow",
+    "environment": (("LOGLEVEL", "DEBUG"), ("GREETING", "a $(HOME) b"), ("EMPTY", "")),
+    "secrets": (SecretVariable("HF_TOKEN", "hub", "token"),),
+    "preload": ("libtcmalloc.so.4", "/usr/local/lib/libiomp5.so"),
+    "arguments": ("--do_train", *TRICKS),
+    "pull_secrets": ("registry",),
+    "node_selector": (("node-type", "spr"), ("example.org/pool", "")),
+    "tolerations": (Toleration("a"), Toleration("b", "c", "NoSchedule"), Toleration("d", effect="NoExecute")),
+    "priority_class": "high",
+    "service_account": "trainer",
+    "launch_options": ("--mixed_precision", "bf16"),
+}
+VOLUMES = (None, Volume("data", "/tmp/pvc-mount", "100Gi", "nfs"))
+KINDS: dict[str, dict[str, Any]] = {
+    "fixed": {"kind": "pytorchjob"},
+    "elastic": {"kind": "pytorchjob", "elastic": (1, 4)},
+    "trainjob": {"kind": "trainjob"},
+    "openmpi": {"kind": "mpijob"},
+    "intel": {"kind": "mpijob", "mpi": "intel"},
+    "mpich": {"kind": "mpijob", "mpi": "mpich"},
+}
+
+
+def grid() -> Iterator[Job]:
+    scripts = ("run_qa.py", None), ("run_qa.py", "import os\n\nif os:\n    pass\n")
+    for kind, workers, cpus, volume, script, extras in itertools.product(
+        KINDS.values(), (1, 4), ("1", "8", "200"), VOLUMES, scripts, ({}, EXTRAS)
+    ):
+        yield Job("qa", "r.example/qa:1", script[0], workers=workers, cpus=cpus, volume=volume, script_text=script[1],
+                  **{**extras, **kind})  # fmt: skip
+
+
+GRID = list(grid())
+
+
+@cache
+def strict_schema(kind: str) -> Any:
+    """A kind's compact schema as JSON schema that forbids what it doesn't name: read by jsonschema, not by us."""
+    shipped = schema.of_operators()
+
+    @cache
+    def part(number: int) -> dict[str, Any]:
+        own = shipped.schemas[number]
+        made = {key: value for key, value in own.items() if key in derive_schemas.KEPT}
+        if own.get("intOrString"):
+            made["type"] = ["integer", "string"]
+        if "properties" in own:
+            made["properties"] = {name: part(inner) for name, inner in own["properties"].items()}
+            made["additionalProperties"] = bool(own.get("anyFields"))
+        if "items" in own:
+            made["items"] = part(own["items"])
+        if "additionalProperties" in own:
+            made["additionalProperties"] = part(own["additionalProperties"])
+        return made
+
+    made = part(shipped.kinds[kind])
+    made = {**made, "properties": {**made["properties"], "metadata": {"type": "object"}}}
+    return jsonschema.Draft202012Validator(made)
+
+
+def test_the_grid_is_large() -> None:
+    assert len(GRID) >= 200
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_rendered_is_valid(kind: str) -> None:
+    wanted = KINDS[kind]
+    jobs = [job for job in GRID if all(getattr(job, key) == value for key, value in wanted.items())]
+    jobs = [job for job in jobs if job.elastic == wanted.get("elastic") and job.mpi == wanted.get("mpi", "openmpi")]
+    assert len(jobs) == len(GRID) / len(KINDS)
+    for job in jobs:
+        for document in map(plain, manifests.of_job(job)):
+            if document["apiVersion"] == "v1":
+                kubernetes_validate.validate(document, "1.37", strict=True)
+                continue
+            strict_schema(f"{document['apiVersion']}/{document['kind']}").validate(document)
+            found = schema.of_operators().problems(document)
+            assert found is not None
+            assert list(found) == []
+            assert list(webhooks.problems(document)) == []
+
+
+@pytest.mark.parametrize("job", GRID[:: len(GRID) // 24], ids=lambda job: f"{job.kind}-{job.workers}-{job.cpus}")
+def test_the_core_parts_are_valid_for_the_oldest_and_the_newest_kubernetes(job: Job) -> None:
+    for version in ("1.27", "1.37"):
+        for template in kubelet.pods(list(map(plain, manifests.of_job(job)))).values():
+            pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}
+            kubernetes_validate.validate(pod, version, strict=True)
+        for document in map(plain, manifests.of_volume(job)):
+            kubernetes_validate.validate(document, version, strict=True)
+
+
+def test_every_pod_is_restricted_and_guaranteed() -> None:
+    for job in GRID:
+        templates = kubelet.pods(list(map(plain, manifests.of_job(job))))
+        assert templates
+        for template in templates.values():
+            assert kubelet.restricted_faults(template) == []
+            assert kubelet.is_guaranteed(template)
+            assert template["metadata"]["annotations"]["sidecar.istio.io/inject"] == "false"
+            shared = [volume for volume in template["spec"]["volumes"] if volume["name"] == "shared-memory"]
+            assert all(volume["emptyDir"]["sizeLimit"] for volume in shared)
+
+
+def test_text_is_the_data_for_every_reader() -> None:
+    """PyYAML reads YAML 1.1 as kubectl does; our own reader must agree with it."""
+    for job in GRID[::3]:
+        wanted = list(map(plain, manifests.of_job(job)))
+        text = manifests.job_text(job)
+        assert list(yaml.safe_load_all(text)) == wanted
+        assert [document.value for document in manifest_reader.parse(text)] == wanted
+
+
+@pytest.mark.parametrize("value", TRICKS)
+def test_kubernetes_expansion_gives_back_the_value(value: str) -> None:
+    assert kubelet.expand(escape(value), {"HOME": "/root", "id": "0"}) == value
+
+
+def container_of(job: Job) -> dict[str, Any]:
+    document = list(map(plain, manifests.of_job(job)))[-1]
+    if job.kind == "trainjob":
+        return document["spec"]["trainer"]
+    replica = "Worker" if job.kind == "pytorchjob" else "Launcher"
+    return kubelet.pods([document])[replica]["spec"]["containers"][0]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "mpijob"])
+def test_arguments_and_variables_arrive_as_given(kind: str) -> None:
+    given = tuple((f"V{number}", value) for number, value in enumerate(TRICKS))
+    job = Job("qa", "x:1", "a $(b).py", TRICKS, kind, environment=given)
+    container = container_of(job)
+    environment = kubelet.environment(container, {}, {})
+    assert [environment[name] for name, _ in given] == list(TRICKS)
+    assert kubelet.command(container, environment)[-len(TRICKS) - 1 :] == ["a $(b).py", *TRICKS]
+
+
+def test_a_fixed_size_starts_with_all_workers() -> None:
+    spec = plain(manifests.of_job(Job("qa", "x:1", "a.py", workers=3, rendezvous="1f"))[0])["spec"]
+    assert spec["elasticPolicy"].items() >= {"minReplicas": 3, "maxReplicas": 3, "rdzvId": "qa-1f"}.items()
+    assert spec["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 3}
+    assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
+    assert spec["nprocPerNode"] == "1"
+
+
+@pytest.mark.parametrize(("workers", "mode"), [(1, "ReadWriteOnce"), (2, "ReadWriteMany")])
+def test_the_volume_is_no_part_of_the_jobs_file(workers: int, mode: str) -> None:
+    job = Job("qa", "x:1", "a.py", workers=workers, volume=Volume("data", size="1Gi"))
+    assert [document["kind"] for document in manifests.of_job(job)] == ["PyTorchJob"]
+    assert plain(manifests.of_volume(job))[0]["spec"]["accessModes"] == [mode]
+
+
+@pytest.mark.parametrize(
+    ("cpus", "workers", "expected"),
+    [("1", 1, (1, 1, 0)), ("4", 4, (1, 4, 0)), ("8", 1, (1, 8, 0)), ("8", 2, (1, 7, 1)), ("200", 4, (4, 49, 1))],
+)
+def test_processes_and_threads_follow_from_the_cpus(cpus: str, workers: int, expected: tuple[int, int, int]) -> None:
+    found = Job("qa", "x:1", "a.py", cpus=cpus, workers=workers).sizing
+    assert (found.processes, found.threads, found.communication) == expected
+
+
+@pytest.mark.skipif(not CRDS.is_dir(), reason="the operators' definitions are not beside the repository")
+def test_the_shipped_schemas_are_the_definitions(tmp_path: Path) -> None:
+    derive_schemas.main(CRDS, tmp_path / "schemas.json")
+    shipped = Path(schema.__file__).with_name("schemas.json")
+    assert shipped.read_text() == (tmp_path / "schemas.json").read_text()
