@@ -1,0 +1,52 @@
+"""`cputrain image`: a Dockerfile for trainings, and the image if something here can build one."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+
+def image(
+    tag: Annotated[str, typer.Option("--tag", help="What the image is called, with its registry.")] = "cputrain:latest",
+    base: Annotated[str, typer.Option("--base", help="A Debian image with Python.")] = "python:3.12-slim",
+    script: Annotated[str | None, typer.Option("--script", help="A script to put into /workspace.")] = None,
+    requirements: Annotated[str | None, typer.Option("--requirements", help="What else pip shall install.")] = None,
+    mpi: Annotated[str | None, typer.Option("--mpi", help="openmpi, mpich or intel, with ssh: for an MPIJob.")] = None,
+    torch_index: Annotated[
+        str | None, typer.Option("--torch-index", metavar="URL", help="Where pip finds torch for CPUs.")
+    ] = None,
+    package: Annotated[
+        str | None, typer.Option("--cputrain", help="A wheel in the folder, or a requirement; else this version.")
+    ] = None,
+    folder: Annotated[Path, typer.Option("--folder", help="Where the files are written and the build runs.")] = Path(),
+    build: Annotated[bool, typer.Option("--build", help="Build with docker, podman or buildah.")] = False,
+) -> None:
+    """Write a Dockerfile and .dockerignore for trainings, and say how to build and push the image."""
+    from cputrain import __version__
+    from cputrain.cluster import image as cluster
+
+    chosen = cluster.Image(
+        tag=tag,
+        cputrain=package or f"cputrain=={__version__}",
+        base=base,
+        requirements=requirements,
+        script=script,
+        mpi=mpi,
+    )
+    if torch_index is not None and ("://" not in torch_index or not torch_index.isprintable() or " " in torch_index):
+        raise ValueError(f"--torch-index must be a URL, found {torch_index!r}.")
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is no folder.")
+    builder = cluster.find_builder()
+    if build and builder is None:
+        raise ValueError(f"none of {', '.join(cluster.BUILDERS)} is on the PATH: take the Dockerfile elsewhere.")
+    written = cluster.write(chosen, folder)
+    making, pushing = cluster.commands(chosen, folder, builder or "docker", torch_index)
+    print(f"Written: {' and '.join(map(str, written))}.")
+    print(f"  build: {shlex.join(making)}\n  push:  {shlex.join(pushing)}")
+    if build:
+        cluster.build(making)
+        print(f"Built: {tag}")

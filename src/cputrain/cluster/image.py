@@ -1,0 +1,154 @@
+"""A Dockerfile for trainings: a slim Python, CPU torch, cputrain, and the user's requirements and script."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+from cputrain.cluster import names
+
+BUILDERS = ("docker", "podman", "buildah")
+# MPIJob's launcher and workers talk through ssh; the other kinds need neither.
+_MPI_PACKAGES = {
+    None: (),
+    "openmpi": ("openmpi-bin", "openssh-client", "openssh-server"),
+    "mpich": ("mpich", "openssh-client", "openssh-server"),
+    "intel": ("openssh-client", "openssh-server"),
+}
+_REQUIREMENT = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*+!]+)?", re.ASCII
+)
+
+
+@dataclass(frozen=True)
+class Image:
+    """What goes into the image. Files lie in the build's folder and are named relative to it."""
+
+    tag: str
+    cputrain: str
+    base: str = "python:3.12-slim"
+    requirements: str | None = None
+    script: str | None = None
+    mpi: str | None = None
+    user: int = 1000
+
+    def __post_init__(self) -> None:
+        names.image(self.base, "the base image")
+        names.image(self.tag, "the image's tag")
+        if self.mpi not in _MPI_PACKAGES:
+            raise ValueError(f"the MPI must be openmpi, mpich or intel, found {self.mpi!r}.")
+        if not 1 <= self.user < 2**31:
+            raise ValueError(f"the user's number must be 1 or more, found {self.user}.")
+        for file in (self.requirements, self.script, self.wheel):
+            if file is not None:
+                _check_inside(file)
+        if self.wheel is None and not _REQUIREMENT.fullmatch(self.cputrain):
+            raise ValueError(f"cputrain must be a requirement or a .whl file, found {self.cputrain!r}.")
+
+    @property
+    def wheel(self) -> str | None:
+        return self.cputrain if self.cputrain.endswith(".whl") else None
+
+    @property
+    def files(self) -> list[str]:
+        return [file for file in (self.wheel, self.requirements, self.script) if file is not None]
+
+
+def _check_inside(file: str) -> None:
+    parts = file.split("/")
+    if not file or file.startswith(("/", "-", "!")) or ".." in parts or not file.isprintable():
+        raise ValueError(f"{file!r} must lie in the build's folder, and be named from there.")
+
+
+def dockerfile(image: Image) -> str:
+    packages = ("libgoogle-perftools4", *_MPI_PACKAGES[image.mpi])
+    lines = [
+        "# Made by `cputrain image`.",
+        f"FROM {image.base}",
+        "",
+        "# tcmalloc" + (", MPI and ssh, which an MPIJob needs" if image.mpi else ""),
+        "RUN apt-get update \\",
+        f" && apt-get install -y --no-install-recommends {' '.join(packages)} \\",
+        *([" && mkdir -p /run/sshd \\"] if image.mpi else []),
+        " && rm -rf /var/lib/apt/lists/*",
+        "",
+        "# The index of CPU builds, if pip's own has builds for CUDA. Those take gigabytes and compute nothing here.",
+        'ARG TORCH_INDEX=""',
+        'RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \\',
+        " && python -c \"import sys, torch; sys.exit('this torch is built for CUDA: give --build-arg TORCH_INDEX=URL "
+        "of CPU builds' if torch.version.cuda else 0)\"",
+        "",
+        *_cputrain(image),
+        "",
+        *_users_files(image),
+        "# A number, because Kubernetes can't tell whether a name is root; sshd wants it to have a name, too.",
+        f"RUN useradd --uid {image.user} --create-home --shell /bin/bash job",
+        f"USER {image.user}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cputrain(image: Image) -> list[str]:
+    extra = ["impi-rt==2021.18.1"] if image.mpi == "intel" else []
+    extra += ["mpi4py"] if image.mpi in ("openmpi", "mpich") else []
+    if image.wheel is None:
+        return [f"RUN pip install --no-cache-dir {json.dumps(image.cputrain)} {' '.join(extra)}".rstrip()]
+    name = Path(image.wheel).name
+    return [
+        f"COPY {json.dumps([image.wheel, f'/tmp/{name}'])}",
+        f"RUN {json.dumps(['pip', 'install', '--no-cache-dir', f'/tmp/{name}', *extra])}",
+    ]
+
+
+def _users_files(image: Image) -> list[str]:
+    lines = ["WORKDIR /workspace"]
+    if image.requirements:
+        lines += [
+            f"COPY {json.dumps([image.requirements, '/tmp/requirements.txt'])}",
+            "RUN pip install --no-cache-dir -r /tmp/requirements.txt",
+        ]
+    if image.script:
+        lines.append(f"COPY {json.dumps([image.script, '/workspace/' + Path(image.script).name])}")
+    return [*lines, ""]
+
+
+def dockerignore(image: Image) -> str:
+    """Everything stays out but what is named: keys and data beside a script are no part of an image."""
+    return "\n".join(["*", *(f"!{file}" for file in image.files), ""])
+
+
+def commands(image: Image, folder: Path, builder: str, torch_index: str | None) -> tuple[list[str], list[str]]:
+    """How to build and how to push."""
+    build = [builder, "build", "--tag", image.tag]
+    build += ["--build-arg", f"TORCH_INDEX={torch_index}"] if torch_index else []
+    return [*build, str(folder)], [builder, "push", image.tag]
+
+
+def find_builder() -> str | None:
+    return next((name for name in BUILDERS if shutil.which(name)), None)
+
+
+def write(image: Image, folder: Path) -> list[Path]:
+    """Dockerfile and .dockerignore; a Dockerfile that isn't ours is never overwritten."""
+    missing = [file for file in image.files if not (folder / file).is_file()]
+    if missing:
+        raise ValueError(f"{folder / missing[0]} can't be read: there is no such file.")
+    target = folder / "Dockerfile"
+    try:
+        if target.exists() and not target.read_text(errors="replace").startswith("# Made by `cputrain image`."):
+            raise ValueError(f"{target} exists and isn't cputrain's: move it, or choose another --folder.")
+        (folder / ".dockerignore").write_text(dockerignore(image))
+        target.write_text(dockerfile(image))
+    except OSError as error:
+        raise ValueError(f"{target} can't be written: {error.strerror}.") from None
+    return [target, folder / ".dockerignore"]
+
+
+def build(command: list[str]) -> None:
+    if subprocess.run(command, check=False).returncode:
+        raise ValueError(f"{command[0]} could not build the image: the reason is above.")

@@ -1,0 +1,93 @@
+"""The batch script: what Slurm is told, and that what users give reaches the ranks as data."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+from cluster.test_render import TRICKS
+
+from cputrain.cluster import slurm
+from cputrain.cluster.slurm import SlurmJob
+
+STANDINS = {
+    # They stand in for Slurm's programs, and write down what they were called with.
+    "scontrol": 'import sys; print("\\n".join(["node7", "node8"]) if sys.argv[1:3] == ["show", "hostnames"] else "")',
+    "srun": (
+        "import json, os, sys\n"
+        'keys = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CCL_WORKER_COUNT", "GREETING")\n'
+        'print(json.dumps([sys.argv[1:], {key: os.environ.get(key) for key in keys}]))'
+    ),
+}  # fmt: skip
+
+
+def run(job: SlurmJob, folder: Path, **environ: str) -> tuple[list[str], dict[str, str]]:
+    for name, source in STANDINS.items():
+        (folder / name).write_text(f"#!/usr/bin/env python3\n{source}\n")
+        (folder / name).chmod(0o755)
+    script = folder / "job.sh"
+    script.write_text(slurm.to_text(job))
+    found = {
+        "PATH": f"{folder}:{os.environ['PATH']}",
+        "SLURM_JOB_NODELIST": "node[7-8]",
+        "SLURM_JOB_ID": "123",
+        **environ,
+    }
+    answer = subprocess.run(["bash", str(script)], env=found, capture_output=True, text=True, check=False, cwd=folder)
+    assert answer.returncode == 0, answer.stderr
+    words, variables = json.loads(answer.stdout)
+    return words, variables
+
+
+def test_ranks_get_words_and_variables_as_given(tmp_path: Path) -> None:
+    job = SlurmJob("qa", "a $(b).py", TRICKS, nodes=2, cpus=16, tasks=2, environment=(("GREETING", "it's $(id)\n"),))
+    words, variables = run(job, tmp_path)
+    assert words == ["--cpus-per-task=8", "--kill-on-bad-exit=1", "cputrain", "launch", "a $(b).py", *TRICKS]
+    assert variables == {
+        "MASTER_ADDR": "node7",
+        "MASTER_PORT": "20123",
+        "OMP_NUM_THREADS": "7",
+        "CCL_WORKER_COUNT": "1",
+        "GREETING": "it's $(id)\n",
+    }
+
+
+@pytest.mark.parametrize(("restarts", "added"), [("0", []), ("2", ["--resume", "it's"])])
+@pytest.mark.parametrize("time", [None, "1:00:00"])
+def test_a_job_that_comes_back_resumes(tmp_path: Path, restarts: str, added: list[str], time: str | None) -> None:
+    words, _ = run(
+        SlurmJob("qa", "a.py", resume=("--resume", "it's"), time=time), tmp_path, SLURM_RESTART_COUNT=restarts
+    )
+    assert words[4:] == ["a.py", *added]
+
+
+def test_no_host_is_an_error_and_never_localhost(tmp_path: Path) -> None:
+    job = SlurmJob("qa", "a.py")
+    (tmp_path / "job.sh").write_text(slurm.to_text(job))
+    (tmp_path / "scontrol").write_text("#!/bin/sh\n")
+    (tmp_path / "scontrol").chmod(0o755)
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "x", "SLURM_JOB_ID": "1"}
+    answer = subprocess.run(["bash", tmp_path / "job.sh"], env=environ, capture_output=True, text=True, check=False)
+    assert answer.returncode != 0
+    assert "names no host" in answer.stderr
+
+
+def test_directives_say_what_was_asked_for() -> None:
+    job = SlurmJob("qa", "a.py", nodes=2, cpus=16, tasks=2, memory="64G", time="2-00", partition="cpu", account="me")
+    found = {line.removeprefix("#SBATCH --") for line in slurm.to_text(job).splitlines() if line.startswith("#SBATCH")}
+    assert found >= {"nodes=2", "ntasks-per-node=2", "cpus-per-task=8", "mem=64G", "time=2-00", "partition=cpu"}
+    assert found >= {"account=me", "requeue", "job-name=qa"}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"name": "a\n#SBATCH --uid=0"}, {"name": ""}, {"nodes": 0}, {"cpus": -1}, {"memory": "64GB"}, {"time": "soon"},
+     {"partition": "a b"}, {"script": ""}, {"script": "-x"}, {"arguments": ("\0",)}, {"tasks": 9}, {"threads": 5},
+     {"environment": (("1A", "x"),)}, {"environment": (("HF_TOKEN", "x"),)}, {"environment": (("A", ""), ("A", ""))}],
+)  # fmt: skip
+def test_bad_input_is_a_sentence(wrong: dict) -> None:
+    with pytest.raises(ValueError, match=r"^[^\n]+\.$"):
+        SlurmJob(**{"name": "qa", "script": "a.py", **wrong})
