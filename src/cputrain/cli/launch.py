@@ -1,24 +1,27 @@
-"""`cputrain launch SCRIPT ARGS…`: the configuration's meaning applied, `cputrain run` inside."""
+"""`cputrain launch SCRIPT ARGS…`: the configuration's meaning applied, `cputrain run` inside, once or many times."""
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from cputrain import hardware
-from cputrain.integrations import settings
-from cputrain.launch import config_file, environment
-from cputrain.launch.config import Config
+from cputrain.integrations import notices, settings
+from cputrain.launch import config_file, dry_run, environment, plan, ranks
+from cputrain.launch.config import PORT, Config
+
+logger = logging.getLogger("cputrain")
 
 
 def _option(name: str, text: str, *others: str) -> Any:
     """As accelerate spells its options, with underscores, and as everybody else does, with hyphens."""
-    return typer.Option(*dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", *others]), help=text)
+    spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}", *others])
+    return typer.Option(*spellings, help=text)
 
 
 def launch(
@@ -26,48 +29,112 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     config: Annotated[Path | None, _option("config_file", "A configuration file; else the default one.")] = None,
     num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n")] = None,
-    num_machines: Annotated[int | None, _option("num_machines", "Machines.")] = None,
+    ppn: Annotated[int | None, _option("ppn", "Processes on each machine.")] = None,
+    hostfile: Annotated[str | None, _option("hostfile", "Hosts, one a line: node1, node1:4, node1 slots=4.")] = None,
+    num_machines: Annotated[int | None, _option("num_machines", "Machines, if launched on each by hand.")] = None,
     machine_rank: Annotated[int | None, _option("machine_rank", "Which of them this is.")] = None,
     main_process_ip: Annotated[str | None, _option("main_process_ip", "The address of rank 0.")] = None,
     main_process_port: Annotated[int | None, _option("main_process_port", "The port of rank 0.")] = None,
+    engine: Annotated[str | None, _option("engine", "auto, local, mpi or torchrun.")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for every rank; may be repeated.")] = None,
+    cores: Annotated[int | None, _option("cores-for-communication", "Cores of each rank that don't compute.")] = None,
+    allocator: Annotated[str | None, _option("allocator", "default, tcmalloc or jemalloc.")] = None,
+    log_dir: Annotated[str | None, _option("log_dir", "A folder for a file per rank.")] = None,
+    max_restarts: Annotated[int | None, _option("max_restarts", "How often to start anew after a failure.")] = None,
+    mpirun: Annotated[str | None, _option("mpirun", "Which mpirun; else the first that is found.")] = None,
     mixed_precision: Annotated[str | None, _option("mixed_precision", "no or bf16.")] = None,
     use_cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", "--use_cpu", help="Train on the CPU.")] = None,
     ipex: Annotated[bool | None, typer.Option("--ipex/--no-ipex", help="No: stock, without cputrain.")] = None,
-    threads: Annotated[int | None, _option("num_cpu_threads_per_process", "Threads; else all usable cores.")] = None,
+    threads: Annotated[int | None, _option("num_cpu_threads_per_process", "Threads; else a rank's cores.")] = None,
     dtype: Annotated[str | None, _option("dtype", "auto, fp32, bf16 or int16; wins over the script.")] = None,
     padding: Annotated[str | None, _option("padding", "drop, or keep for stock's padded numbers.")] = None,
+    dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
-    """Start a training as a configuration file says; options win over the file."""
+    """Start a training as a configuration file says, as one process or many; options win over the file."""
     given = {
         "num_processes": num_processes,
+        "ppn": ppn,
+        "hostfile": hostfile,
         "num_machines": num_machines,
         "machine_rank": machine_rank,
         "main_process_ip": main_process_ip,
         "main_process_port": main_process_port,
+        "engine": engine,
+        "env": tuple(env) if env else None,
+        "cores_for_communication": cores,
+        "allocator": allocator,
+        "log_dir": log_dir,
+        "max_restarts": max_restarts,
         "mixed_precision": mixed_precision,
         "use_cpu": use_cpu,
         "ipex": ipex,
     }
+    notices.show()
     chosen = _configuration(config, {key: value for key, value in given.items() if value is not None})
-    _check_single(chosen)
-    added = environment.of_training(chosen, hardware.this_machine(), os.environ, threads)
+    added, warnings = environment.of_training(chosen.config, os.environ, threads)
+    for warning in warnings:
+        logger.warning(warning)
     added |= {name: value for name, value in ((settings.DTYPE, dtype), (settings.PADDING, padding)) if value}
-    # A new process: the variables must be there before any library of this one looked at them.
-    command = [sys.executable, "-m", "cputrain", "run", *(["-m"] if module else []), script, *(arguments or [])]
+    program = (*(["-m"] if module else []), script, *(arguments or []))
+    task = plan.Task(program, os.getcwd(), added, os.environ, sys.stderr.isatty())
+    sys.exit(_launched(chosen, task, mpirun, dry))
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """A configuration, the number of processes if somebody named one, and where it came from."""
+
+    config: Config
+    size: int | None
+    source: str
+
+
+def _configuration(path: Path | None, given: dict[str, Any]) -> _Chosen:
+    config, source = (config_file.read(path), str(path)) if path else config_file.read_default()
+    several = any(given.get(name, 1) > 1 for name in ("num_processes", "num_machines", "ppn")) or "hostfile" in given
+    merged = replace(config, **{**({"distributed_type": "MULTI_CPU"} if several else {}), **given})
+    named = "num_processes" in given or config_file.says(source, "num_processes")
+    return _Chosen(merged, merged.num_processes if named else None, source)
+
+
+def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -> int:
+    place = ranks.find(os.environ)
+    if isinstance(place, ranks.Place):
+        return _as_rank(chosen, task, place, dry)
+    config = chosen.config
+    several = config.num_processes > 1 or config.hostfile or (config.ppn or 1) > 1 or config.engine == "mpi"
+    if place is None and not several:
+        return _here(task, {}, "one process, in place of this one", dry)
+    made = plan.make(config, chosen.size, task, place, mpirun)
+    if dry:
+        print(dry_run.text(made, task, config.cores_for_communication), end="")
+        return 0
+    logger.info(f"{made.size} ranks by {made.engine}: {made.reason}")
+    return made.start()
+
+
+def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) -> int:
+    """Somebody else started the ranks: this is one of them, and starts nothing."""
+    if chosen.size is not None and chosen.size != place.size:
+        raise ValueError(
+            f"{chosen.source} asks for {chosen.size} processes, but {place.size} were started ({place.reason}): "
+            "change one of them."
+        )
+    config = chosen.config
+    meeting = {}
+    if config.main_process_ip and not (os.environ.get("MASTER_ADDR") or os.environ.get("PET_MASTER_ADDR")):
+        meeting = {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
+    return _here(task, meeting, f"rank {place.rank} of {place.size}: {place.reason}", dry)
+
+
+def _here(task: plan.Task, more: dict[str, str], reason: str, dry: bool) -> int:
+    """A new process: the variables must be there before any library of this one looked at them."""
+    added = {**task.added, **more}
+    command = [sys.executable, "-m", "cputrain", "run", *task.program]
+    if dry:
+        print(f"engine: none ({reason})\ncommand: {' '.join(environment.shown_words(command))}\nenvironment added:")
+        print("\n".join(f"  {environment.shown(name, value)}" for name, value in sorted(added.items())))
+        return 0
     sys.stdout.flush()
     os.execve(command[0], command, {**os.environ, **added})
-
-
-def _configuration(path: Path | None, given: dict[str, Any]) -> Config:
-    config = config_file.read(path) if path else config_file.read_default()[0]
-    several = given.get("num_processes", 1) > 1 or given.get("num_machines", 1) > 1
-    return replace(config, **{**({"distributed_type": "MULTI_CPU"} if several else {}), **given})
-
-
-def _check_single(config: Config) -> None:
-    if config.num_processes > 1:
-        raise ValueError(
-            f"the configuration asks for {config.num_processes} processes, and this version of cputrain launches one; "
-            "give --num_processes 1 --num_machines 1."
-        )

@@ -15,9 +15,13 @@ import sys
 import types
 from collections.abc import Callable
 from importlib.machinery import BuiltinImporter, SourceFileLoader
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from cputrain.integrations import hook, notices, settings
+from cputrain.launch import join
+
+if TYPE_CHECKING:
+    from cputrain.launch.rendezvous import Exchange
 
 SUMMARY = "Run a training script with cputrain active, as python would run it."
 HELP = f"""\
@@ -54,9 +58,11 @@ def is_meant(arguments: list[str]) -> bool:
 
 def main(arguments: list[str]) -> NoReturn:
     target = _read(arguments[1:] if arguments[0] == "run" else arguments)
-    hook.activate()
     notices.show()
-    _as_python_would(_prepared(target))
+    # Before anything is imported that reads the number of threads, or who this is.
+    exchange = join.join(os.environ)
+    hook.activate()
+    _as_python_would(_prepared(target), exchange)
     sys.exit(0)
 
 
@@ -137,22 +143,31 @@ def _let_python_say_it(target: Target) -> NoReturn:
     os.execv(sys.executable, [sys.executable, *flag, target.what, *target.arguments])
 
 
-def _as_python_would(run: Callable[[], object]) -> None:
+def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> None:
     """Uncaught exceptions end the process as they do under python: the same traceback, without our frames in it."""
     try:
         run()
-    except SystemExit:
+    except SystemExit as end:
+        _tell_peers(exchange, end.code if isinstance(end.code, int) else int(bool(end.code)))
         raise
     except notices.Refused as error:
+        _tell_peers(exchange, 2)
         print(f"cputrain: {error}", file=sys.stderr)
         sys.exit(2)
     except BaseException as error:  # noqa: BLE001 - printed and answered as the interpreter does
         error.__traceback__ = _without_ours(error.__traceback__)
         sys.excepthook(type(error), error, error.__traceback__)
+        _tell_peers(exchange, 1)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
+
+
+def _tell_peers(exchange: Exchange | None, code: int) -> None:
+    """Under mpirun the ranks that wait for one that failed are ended, rather than left to wait."""
+    if exchange is not None and code:
+        exchange.exit_code = code
 
 
 def _without_ours(trace: types.TracebackType | None) -> types.TracebackType | None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, fields
+
+from cputrain.launch import allocator
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
 PRECISIONS = ("no", "bf16")
+ENGINES = ("auto", "local", "mpi", "torchrun")
 PORT = 29500
 
 
@@ -19,7 +23,10 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True)
 class Config:
-    """The keys of the Accelerate guide's file, in its order. `ipex` is `ipex_config: ipex:` there."""
+    """The keys of the Accelerate guide's file, in its order (`ipex` is `ipex_config: ipex:` there); then ours.
+
+    Ours are written only where they say something, so that the guide's files come out as they went in.
+    """
 
     compute_environment: str = "LOCAL_MACHINE"
     distributed_type: str = "NO"
@@ -38,6 +45,14 @@ class Config:
     tpu_use_cluster: bool = False
     tpu_use_sudo: bool = False
     use_cpu: bool = True
+    engine: str = "auto"
+    hostfile: str | None = None
+    ppn: int | None = None
+    env: tuple[str, ...] = ()
+    cores_for_communication: int = 0
+    allocator: str = "default"
+    log_dir: str | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -45,18 +60,25 @@ class Config:
         _check_together(self)
 
     def to_mapping(self) -> dict[str, object]:
-        """As the file has it, key for key; an address is written only where there is one."""
+        """As the file has it, key for key; an address and keys of ours are written only where there are some."""
         values: dict[str, object] = {}
         for item in fields(self):
             value = getattr(self, item.name)
             if item.name == "ipex":
                 values["ipex_config"] = {"ipex": value}
-            elif value is not None:
+            elif value is not None and (item.name not in OURS or value != item.default):
                 values[item.name] = list(value) if isinstance(value, tuple) else value
         return values
 
 
+OURS = ("engine", "hostfile", "ppn", "env", "cores_for_communication", "allocator", "log_dir", "max_restarts")
+
+
 def _check_choices(config: Config) -> None:
+    if config.engine not in ENGINES:
+        raise _not_one_of("engine", config.engine, ENGINES)
+    if config.allocator not in allocator.NAMES:
+        raise _not_one_of("allocator", config.allocator, allocator.NAMES)
     if config.compute_environment != "LOCAL_MACHINE":
         raise _not_one_of("compute_environment", config.compute_environment, ("LOCAL_MACHINE",))
     if config.distributed_type not in DISTRIBUTED_TYPES:
@@ -71,9 +93,19 @@ def _not_one_of(key: str, found: str, known: tuple[str, ...]) -> ConfigError:
     return ConfigError(key, f"{key} must be {' or '.join(known)}, found {found!r}.")
 
 
+_LEAST = {
+    "num_machines": 1,
+    "num_processes": 1,
+    "machine_rank": 0,
+    "ppn": 1,
+    "cores_for_communication": 0,
+    "max_restarts": 0,
+}
+
+
 def _check_numbers(config: Config) -> None:
-    for key, least in (("num_machines", 1), ("num_processes", 1), ("machine_rank", 0)):
-        if getattr(config, key) < least:
+    for key, least in _LEAST.items():
+        if getattr(config, key) is not None and getattr(config, key) < least:
             raise ConfigError(key, f"{key} must be at least {least}, found {getattr(config, key)}.")
     if config.main_process_port is not None and not 0 < config.main_process_port < 65536:
         raise ConfigError(
@@ -86,6 +118,12 @@ def _check_together(config: Config) -> None:
     if config.distributed_type == "NO" and max(machines, processes) > 1:
         key = "num_machines" if machines > 1 else "num_processes"
         raise ConfigError(key, f"{key} is {max(machines, processes)}, but distributed_type is NO: write MULTI_CPU.")
+    for entry in config.env:
+        name, equals, _ = entry.partition("=")
+        if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+            raise ConfigError("env", f"env holds NAME=VALUE, found {name!r}.")
+    if config.hostfile:  # it says how many machines there are
+        return
     if processes % machines:
         raise ConfigError("num_processes", f"{processes} processes can't be shared evenly by {machines} machines.")
     if config.machine_rank >= machines:

@@ -9,17 +9,26 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cputrain.launch.config import Config, ConfigError
+from cputrain.launch.config import OURS, Config, ConfigError
 
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import MappingNode, Node
 
 _TEXT = ("compute_environment", "distributed_type", "downcast_bf16", "main_training_function", "mixed_precision")
-_WHOLE = ("machine_rank", "main_process_port", "num_machines", "num_processes")
+_OUR_TEXT = ("engine", "hostfile", "allocator", "log_dir")
+_WHOLE = (
+    "machine_rank",
+    "main_process_port",
+    "num_machines",
+    "num_processes",
+    "ppn",
+    "cores_for_communication",
+    "max_restarts",
+)
 _TRUTH = ("same_network", "tpu_use_cluster", "tpu_use_sudo", "use_cpu")
 # accelerate writes them too. What they say has no meaning on CPUs, so only "nothing" is accepted.
 _EMPTY = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "gpu_ids")
-_IGNORED = ("debug", "enable_cpu_affinity", "dynamo_config", "mpirun_config", "tpu_name", "tpu_zone", "commands")
+_IGNORED = ("debug", "enable_cpu_affinity", "dynamo_config", "tpu_name", "tpu_zone", "commands")
 
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
@@ -77,15 +86,23 @@ def parse(text: str, path: str) -> Config:
         raise ValueError(f"{path}, line {line}: {error}") from None
 
 
+def says(path: str, key: str) -> bool:
+    """Whether a file that could be read names a key, rather than leaving it at its default."""
+    if not Path(path).is_file():
+        return False
+    return any(_scalar(name) == key for name, _ in _composed(Path(path).read_text(), path).value)
+
+
 def write(config: Config, path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(to_text(config.to_mapping()))
 
 
 def write_for_accelerate(config: Config, path: Path) -> None:
-    """Without ipex_config, which accelerate refuses since 1.13."""
+    """Without ipex_config, which accelerate refuses since 1.13, and without keys of ours."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_text({key: value for key, value in config.to_mapping().items() if key != "ipex_config"}))
+    ours = ("ipex_config", *OURS)
+    path.write_text(to_text({key: value for key, value in config.to_mapping().items() if key not in ours}))
 
 
 def to_text(values: Mapping[str, object]) -> str:
@@ -130,7 +147,11 @@ def _values(key: str, node: Node) -> dict[str, object]:
         return _ipex(node)
     if key == "main_process_ip":
         return {key: None if _scalar(node) is None else _text(key, node)}
-    if key == "rdzv_backend" or key in _TEXT:
+    if key == "mpirun_config":
+        return _mpirun(node)
+    if key == "env":
+        return {"env": _variables(node)}
+    if key == "rdzv_backend" or key in _TEXT or key in _OUR_TEXT:
         return {key: _text(key, node)}
     if key == "main_process_port" and _scalar(node) is None:
         return {key: None}
@@ -163,6 +184,37 @@ def _ipex(node: Node) -> dict[str, object]:
         if key == "ipex":
             found["ipex"] = _truth("ipex", value)
     return found
+
+
+def _mpirun(node: Node) -> dict[str, object]:
+    """Accelerate's part about mpirun: the file of hosts, and the workers of oneCCL, which are cores to us."""
+    from ruamel.yaml.nodes import MappingNode
+
+    if not isinstance(node, MappingNode):
+        if _scalar(node) is None:
+            return {}
+        raise ConfigError("mpirun_config", "mpirun_config must hold `mpirun_hostfile: FILE`.")
+    found: dict[str, object] = {}
+    for key_node, value in node.value:
+        key = _scalar(key_node)
+        if key == "mpirun_hostfile" and _scalar(value):
+            found["hostfile"] = _text("mpirun_hostfile", value)
+        elif key == "mpirun_ccl" and _scalar(value) is not None:
+            found["cores_for_communication"] = _whole("mpirun_ccl", value)
+        elif key not in ("mpirun_hostfile", "mpirun_ccl"):
+            raise ConfigError("mpirun_config", f"mpirun_config knows mpirun_hostfile and mpirun_ccl, found {key!r}.")
+    return found
+
+
+def _variables(node: Node) -> tuple[str, ...]:
+    """A list of NAME=VALUE, or a mapping."""
+    from ruamel.yaml.nodes import MappingNode, SequenceNode
+
+    if isinstance(node, MappingNode):
+        return tuple(f"{_scalar(key)}={_text(str(_scalar(key)), value)}" for key, value in node.value)
+    if isinstance(node, SequenceNode):
+        return tuple(_text("env", item) for item in node.value)
+    raise ConfigError("env", "env must be a list of NAME=VALUE, or a mapping.")
 
 
 def _scalar(node: Node) -> object:

@@ -1,18 +1,29 @@
-"""What the processes of a launch find in their environment: Accelerate's variables, and a number of threads."""
+"""What the processes of a launch find in their environment, and what of it may be shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 
-from cputrain import hardware
+from cputrain import __version__
+from cputrain.launch import allocator, join
 from cputrain.launch.config import Config
+
+# What of the launcher's own environment reaches ranks on other machines, where nothing is inherited.
+_FORWARDED = re.compile(
+    r"(OMP|KMP|GOMP|MKL|DNNL|ONEDNN|CCL|FI|UCX|I_MPI|GLOO|TORCH|PYTORCH|CPUTRAIN|ACCELERATE|HF|TRANSFORMERS|TOKENIZERS|"
+    r"WANDB|MLFLOW|COMET|MALLOC)_.*|PYTHON(PATH|UNBUFFERED|HASHSEED|WARNINGS)|LD_(PRELOAD|LIBRARY_PATH)|TQDM_DISABLE|"
+    r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|XDG_CACHE_HOME|TMPDIR|MASTER_(ADDR|PORT)"
+)
+# Set for one process by whoever started it: another's rank would be wrong.
+_OF_ONE_PROCESS = ("CPUTRAIN_PARENT", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
+_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
 
 def of_training(
-    config: Config, machine: hardware.Hardware, inherited: Mapping[str, str], threads: int | None = None
-) -> dict[str, str]:
-    """The variables to add; threads that the user chose, by flag or by OMP_NUM_THREADS, are left to them."""
-    here = config.num_processes // config.num_machines
+    config: Config, inherited: Mapping[str, str], threads: int | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """The variables to add, and warnings. Cores and threads are each rank's own to find, on its machine."""
     added = {
         "ACCELERATE_USE_CPU": _word(config.use_cpu),
         "CPUTRAIN_IPEX": _word(config.ipex),
@@ -20,10 +31,45 @@ def of_training(
     }
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
-    elif not inherited.get("OMP_NUM_THREADS"):
-        # Affinity and cgroup quota count, which OpenMP itself doesn't look at.
-        added["OMP_NUM_THREADS"] = str(max(1, machine.usable_cores.value // here))
-    return added
+    if config.cores_for_communication:
+        added[join.COMMUNICATION] = str(config.cores_for_communication)
+    added |= {name: value for name, _, value in (entry.partition("=") for entry in config.env)}
+    preloaded, warnings = allocator.preload(config.allocator, {**inherited, **added})
+    if preloaded != {**inherited, **added}.get("LD_PRELOAD", ""):
+        added["LD_PRELOAD"] = preloaded
+    return added, warnings
+
+
+def of_several(size: int) -> dict[str, str]:
+    """What tells a rank that it is not alone: with another number, or another cputrain, it ends at once."""
+    return {join.EXPECTED: str(size), join.VERSION: __version__}
+
+
+def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """What ranks on other machines are given."""
+    kept = {name: value for name, value in inherited.items() if _FORWARDED.fullmatch(name)}
+    return {name: value for name, value in {**kept, **added}.items() if name not in _OF_ONE_PROCESS}
+
+
+def shown(name: str, value: str) -> str:
+    """NAME=value, without the value of a secret."""
+    return f"{name}={'***' if _SECRET.search(name) else value}"
+
+
+def shown_words(words: Iterable[str]) -> list[str]:
+    """A command line without secrets: --hub_token x and --api-key=x."""
+    found: list[str] = []
+    hide = False
+    for word in words:
+        name, equals, _ = word.partition("=")
+        is_option = word.startswith("-")
+        if is_option and equals and _SECRET.search(name):
+            word = f"{name}=***"
+        elif hide and not is_option:
+            word = "***"
+        hide = is_option and not equals and bool(_SECRET.search(name))
+        found.append(word)
+    return found
 
 
 def _word(truth: bool) -> str:

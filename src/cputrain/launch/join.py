@@ -1,0 +1,156 @@
+"""Makes this process the rank that its starter meant: variables, cores and threads, before the script begins."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import logging
+import os
+import socket
+from collections.abc import MutableMapping
+
+from cputrain import __version__, hardware
+from cputrain.launch import openmp, output, processes, ranks, rendezvous, topology
+
+logger = logging.getLogger("cputrain")
+
+# What `cputrain launch` tells the ranks that it starts.
+EXPECTED, VERSION = "CPUTRAIN_EXPECTED_RANKS", "CPUTRAIN_EXPECTED_VERSION"
+LABEL = "CPUTRAIN_LABEL_OUTPUT"
+COMMUNICATION = "CPUTRAIN_CORES_FOR_COMMUNICATION"
+# Where the communication threads of the `ccl` backend may run.
+COMMUNICATION_CPUS = "CPUTRAIN_COMMUNICATION_CPUS"
+_LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
+
+
+def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
+    """Sets the variables that torch.distributed reads; the answer is MPI's connection, if it had to be asked."""
+    if environ.get("CPUTRAIN_PARENT") == str(os.getppid()):  # a rank that `launch` started, not a script's child
+        processes.die_with(os.getppid())
+    place = _as_place(ranks.find(environ))
+    labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
+    unlabel = output.label(place.rank, **json.loads(labels)) if labels and place else None
+    _check_size(place, environ)
+    exchange = _meet(place, environ) if place else None
+    if unlabel:
+        atexit.register(unlabel)  # before mpirun hears of the end, which may be the end of all
+    _settle(place, environ)
+    return exchange
+
+
+def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
+    """A node with one process is a rank; one with several needs `launch`."""
+    if not isinstance(found, ranks.Node):
+        return found
+    if (found.processes_here or 1) > 1:
+        raise ValueError(
+            f"this is a machine for {found.processes_here} processes ({found.reason}), and `run` is one: "
+            "write cputrain launch in place of cputrain run."
+        )
+    if found.rank is None:
+        raise ValueError(
+            f"this is one of {found.machines} machines, but nobody says which ({found.reason}): "
+            "write cputrain launch in place of cputrain run."
+        )
+    return ranks.Place(found.rank, found.machines, 0, 1, "environment", found.reason)
+
+
+def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) -> None:
+    if environ.get(VERSION, __version__) != __version__:
+        raise ValueError(
+            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {environ[VERSION]}: "
+            "install the same version on both."
+        )
+    expected = environ.get(EXPECTED)
+    if expected and int(expected) != (place.size if place else 1):
+        found = f"{place.size} ({place.reason})" if place else "none: nobody numbered this process"
+        raise ValueError(f"{expected} ranks were asked for, found {found}; is it another MPI's mpirun?")
+
+
+def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
+    meeting, exchange = rendezvous.meet(place, environ)
+    environ.update(
+        RANK=str(place.rank),
+        WORLD_SIZE=str(place.size),
+        LOCAL_RANK=str(place.local_rank),
+        MASTER_ADDR=meeting.address,
+        MASTER_PORT=str(meeting.port),
+    )
+    if place.local_size:
+        environ["LOCAL_WORLD_SIZE"] = str(place.local_size)
+    if place.rank > 0:
+        environ.setdefault("TQDM_DISABLE", "1")  # one progress bar, rank 0's
+    if not place.is_local and not environ.get("GLOO_SOCKET_IFNAME"):
+        interface = rendezvous.interface_towards(meeting.address)
+        if interface:
+            environ["GLOO_SOCKET_IFNAME"] = interface
+    logger.log(
+        logging.INFO if place.rank == 0 else logging.DEBUG,
+        f"rank {place.rank} of {place.size}: {place.reason}; they meet at {meeting.address}, port {meeting.port}: "
+        f"{meeting.reason}",
+    )
+    return exchange
+
+
+def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> None:
+    """Binds this process to its cores, and sets its threads. Warnings are said once on each machine."""
+    machine = hardware.detect()
+    communication = int(environ.get(COMMUNICATION) or environ.get("CCL_WORKER_COUNT") or 0) if place else 0
+    others = place.local_size if place else 1
+    if others and others > 1 and _mask_is_shared(machine, others):
+        division = topology.divide(machine, others, communication)
+        share = division.shares[place.local_rank % others] if place else division.shares[0]
+    else:
+        division = topology.alone(machine, communication)
+        share = division.shares[0]
+    crowded = any("take turns" in warning for warning in division.warnings)
+    warnings = [*division.warnings, *_set_threads(share, crowded, environ)]
+    if share.cpus:
+        os.sched_setaffinity(0, share.cpus)
+    if share.communication:
+        environ[COMMUNICATION_CPUS] = ",".join(map(str, share.communication))
+    if place is None:
+        return
+    if place.local_rank == 0:
+        for warning in warnings:
+            logger.warning(warning)
+    if place.rank == 0:
+        logger.info(f"each rank computes with {environ['OMP_NUM_THREADS']} threads ({share.reason})")
+
+
+def _set_threads(share: topology.Share, crowded: bool, environ: MutableMapping[str, str]) -> list[str]:
+    """OMP_NUM_THREADS is always set: accelerate would count cores by itself otherwise, and torchrun say 1."""
+    for name, value in openmp.settings(openmp.runtime(environ)[0], crowded).items():
+        environ.setdefault(name, value)
+    asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if not asked.isdecimal() or int(asked) == 0 or _only_torchrun_says(asked, environ):
+        environ["OMP_NUM_THREADS"] = str(share.threads)
+        return []
+    warning = topology.thread_warning(int(asked), share)
+    return [warning] if warning else []
+
+
+def _only_torchrun_says(asked: str, environ: MutableMapping[str, str]) -> bool:
+    """torchrun sets 1 where nobody set anything, so the environment that it was started with tells them apart."""
+    if asked != "1" or "TORCHELASTIC_RUN_ID" not in environ:
+        return False
+    try:
+        with open(f"/proc/{os.getppid()}/environ", "rb") as file:
+            return not any(entry.startswith(b"OMP_NUM_THREADS=") for entry in file.read().split(b"\0"))
+    except OSError:
+        return False
+
+
+def _mask_is_shared(machine: hardware.Hardware, others: int) -> bool:
+    """Whether the ranks of this machine were left on the same CPUs, rather than each bound to its own."""
+    own = set(machine.affinity.value)
+    if len(own) * others > len(machine.logical_cpus.value):
+        return True
+    import psutil
+
+    parents = psutil.Process().parents()
+    launcher = next((parent for parent in parents if parent.name() in _LAUNCHERS), parents[0] if parents else None)
+    try:
+        return launcher is None or set(launcher.cpu_affinity()) == own
+    except psutil.Error:
+        return False

@@ -1,0 +1,102 @@
+"""The MPI that is found on this machine, and the command by which it starts ranks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from cputrain.launch.hostfile import Machine
+
+# Every ssh of ours and of mpirun's: no questions, and only hosts whose keys are known.
+SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15")
+_KINDS = (
+    ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
+    ("Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
+    ("MPICH", r"HYDRA build details:\s*Version:\s*(\S+)"),
+)
+
+
+@dataclass(frozen=True)
+class Mpi:
+    """kind: Intel, MPICH or Open MPI."""
+
+    kind: str
+    version: str
+    command: str
+
+    def __str__(self) -> str:
+        name = self.kind if self.kind in ("MPICH", "Open MPI") else f"{self.kind} MPI"
+        return f"{name} {self.version}, {self.command}"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What mpirun and its ranks need. Ranks bind themselves, so MPI is told not to."""
+        if self.kind == "Open MPI":
+            return {"OMPI_MCA_plm_rsh_args": " ".join(SSH_OPTIONS), "OMPI_MCA_hwloc_base_binding_policy": "none"}
+        if self.kind == "MPICH":
+            return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(SSH_OPTIONS)}
+        root = Path(self.command).resolve().parents[1]
+        return {
+            "I_MPI_ROOT": str(root),
+            "I_MPI_PIN": "0",
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": " ".join(SSH_OPTIONS),
+            "LD_LIBRARY_PATH": ":".join(filter(None, [f"{root}/lib", os.environ.get("LD_LIBRARY_PATH")])),
+        }
+
+
+def find(environ: Mapping[str, str], asked: str | None = None) -> Mpi | None:
+    """The one asked for, else I_MPI_ROOT's, else the one beside this Python (from pip), else the PATH's."""
+    beside = [f"{folder}/bin/mpirun" for folder in (environ.get("I_MPI_ROOT"), sys.prefix) if folder]
+    path = environ.get("PATH")
+    names = [asked] if asked else [*beside, "mpirun", "mpiexec"]
+    for name in names:
+        command = shutil.which(name, path=path)
+        mpi = identify(command) if command else None
+        if mpi:
+            return mpi
+    if asked:
+        raise ValueError(f"--mpirun {asked} is not an mpirun of Intel MPI, MPICH or Open MPI.")
+    return None
+
+
+def identify(command: str) -> Mpi | None:
+    """By what it says of itself."""
+    root = str(Path(command).resolve().parents[1])
+    environ = {**os.environ, "I_MPI_ROOT": root}
+    try:
+        answer = subprocess.run([command, "--version"], capture_output=True, text=True, env=environ, timeout=30)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    for kind, pattern in _KINDS:
+        found = re.search(pattern, answer.stdout, re.DOTALL)
+        if found:
+            return Mpi(kind, found[1].rstrip("."), command)
+    return None
+
+
+def hosts_text(mpi: Mpi, machines: Iterable[Machine]) -> str:
+    """The hostfile in this MPI's own format, whatever the user's was."""
+    form = "{} slots={}\n" if mpi.kind == "Open MPI" else "{}:{}\n"
+    return "".join(form.format(machine.name, machine.processes) for machine in machines)
+
+
+def command(
+    mpi: Mpi, size: int, hostfile: str | None, names: Iterable[str], folder: str, program: Iterable[str]
+) -> list[str]:
+    """Variables are named, not written: their values would show in `ps`."""
+    listed = sorted(names)
+    if mpi.kind == "Open MPI":
+        hosts = ["--hostfile", hostfile] if hostfile else ["--oversubscribe"]
+        root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+        named = [word for name in listed for word in ("-x", name)]
+        return [mpi.command, *root, "-np", str(size), *hosts, "--wdir", folder, *named, *program]
+    hosts = ["-f", hostfile] if hostfile else []
+    named = ["-genvlist", ",".join(listed)]
+    bootstrap = ["-bootstrap", "ssh"] if hostfile and mpi.kind == "Intel" else []
+    return [mpi.command, *bootstrap, *hosts, "-n", str(size), "-wdir", folder, *named, *program]

@@ -1,0 +1,177 @@
+"""The ranks of one machine, run by torchrun's agent. As a module it is what ssh starts on other machines:
+
+the order comes as one line of JSON on standard input, and the end of standard input ends the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cputrain import __version__
+from cputrain.launch import processes, rendezvous
+from cputrain.launch.output import Output, standard_streams
+
+
+@dataclass(frozen=True)
+class Order:
+    """What a machine is to run. `backend` is torchrun's rendezvous: static, or c10d, where nodes number themselves."""
+
+    program: tuple[str, ...]
+    folder: str
+    environment: Mapping[str, str]
+    processes: int
+    machines: int = 1
+    machine: int = 0
+    backend: str = "c10d"
+    endpoint: str = f"{rendezvous.LOCAL}:0"
+    run_id: str = "none"
+    max_restarts: int = 0
+    log_dir: str | None = None
+    bars: bool = False
+    version: str = __version__
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+def from_json(line: str) -> Order:
+    """Another version may have other fields: the versions are compared first."""
+    values = json.loads(line)
+    if values.get("version") != __version__:
+        raise ValueError(
+            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has "
+            f"{values.get('version')}: install the same version on both."
+        )
+    return Order(**{**values, "program": tuple(values["program"])})
+
+
+def run(order: Order) -> int:
+    """Starts the ranks and waits for them; the exit code is the one of the rank that failed first."""
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _quiet_agent()
+    processes.adopt_orphans()
+    os.environ.update(order.environment)
+    os.environ["CPUTRAIN_PARENT"] = str(os.getpid())
+    os.chdir(order.folder)
+    output = Output(order.log_dir, order.bars)
+    host, _, _ = order.endpoint.rpartition(":")
+    config = LaunchConfig(
+        min_nodes=order.machines,
+        max_nodes=order.machines,
+        nproc_per_node=order.processes,
+        logs_specs=_logs(output),
+        run_id=order.run_id,
+        role="rank",
+        rdzv_endpoint=order.endpoint,
+        rdzv_backend=order.backend,
+        rdzv_configs={"rank": order.machine, "timeout": 600} if order.backend == "static" else {},
+        max_restarts=order.max_restarts,
+        local_addr=rendezvous.address_towards(host.strip("[]")),
+    )
+    try:
+        return _watched(lambda: elastic_launch(config, sys.executable)(*rank_arguments(order.program)), order)
+    finally:
+        processes.end_descendants()
+        output.close()
+
+
+def rank_arguments(program: tuple[str, ...]) -> list[str]:
+    """After the interpreter. Unbuffered: what a rank printed before it died must be seen."""
+    return ["-u", "-m", "cputrain", "run", *program]
+
+
+def _watched(start: Any, order: Order) -> int:
+    from torch.distributed import DistNetworkError, DistStoreError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    try:
+        start()
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        where = f"; its output is in {order.log_dir}" if order.log_dir else ""
+        code = processes.exit_code(failure.exitcode)
+        print(f"cputrain: rank {rank} on {socket.gethostname()} {_ending(failure.exitcode)}{where}.", file=sys.stderr)
+        return code or 1
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except (DistNetworkError, DistStoreError, RendezvousError, TimeoutError) as error:
+        raise ValueError(_no_meeting(order, error)) from None
+    return 0
+
+
+def _ending(code: int) -> str:
+    if code < 0:
+        return f"was ended by {signal.Signals(-code).name}"
+    return f"failed with exit code {code}"
+
+
+def _no_meeting(order: Order, error: Exception) -> str:
+    if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+        return f"the port of {order.endpoint} is in use on {socket.gethostname()}: choose another --main_process_port."
+    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    return f"{order.machines} machines could not meet at {order.endpoint}: {first}"
+
+
+def _quiet_agent() -> None:
+    """We say ourselves, in a sentence, what the agent would say in a table."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+
+
+def _logs(output: Output) -> Any:
+    """The agent opens these paths as the ranks' standard streams."""
+    from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
+
+    class Pipes(LogsSpecs):
+        def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+            out, err = standard_streams()
+            rank_of = {local: int(environ["RANK"]) for local, environ in envs.items()}
+            return LogsDest(
+                stdouts={local: output.pipe(rank, out) for local, rank in rank_of.items()},
+                stderrs={local: output.pipe(rank, err) for local, rank in rank_of.items()},
+                error_files={local: os.devnull for local in envs},
+            )
+
+        @property
+        def root_log_dir(self) -> str:
+            return ""
+
+    return Pipes()
+
+
+# --- Started by ssh ----------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    line = sys.stdin.readline()
+    try:
+        order = from_json(line)
+        threading.Thread(target=_end_with_input, daemon=True).start()
+        code = run(order)
+    except ValueError as error:
+        print(f"cputrain: {error}", file=sys.stderr, flush=True)
+        code = 2
+    sys.stdout.flush()
+    os._exit(code)  # not held up by the thread that still reads
+
+
+def _end_with_input() -> None:
+    """Whoever gave the order holds the other end; when it closes, by whatever cause, the ranks end."""
+    while os.read(0, 4096):
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,157 @@
+"""Which rank this process is, if somebody else started it: torchrun, mpirun, srun or a Kubeflow operator."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+@dataclass(frozen=True)
+class Place:
+    """One process among several. `by` is who numbered it: environment, openmpi, pmi or slurm."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int | None
+    by: str
+    reason: str
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.size:
+            raise ValueError(f"rank {self.rank} can't be among {self.size} ({self.reason}): ranks begin at 0.")
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all ranks are known to be on this machine."""
+        return self.local_size == self.size
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine among several, whose processes are still to be started. What nobody says is None."""
+
+    rank: int | None
+    machines: int
+    processes_here: int | None
+    reason: str
+
+
+class _Numbering(NamedTuple):
+    """Names of variables. A local number may come from any of several; the launcher may lack it."""
+
+    by: str
+    rank: str
+    size: str
+    local_rank: tuple[str, ...]
+    local_size: tuple[str, ...]
+
+
+# In this order, the first that is complete. mpirun inside Slurm numbers the processes, not Slurm, which numbers the
+# proxies of mpirun. SLURM_PROCID alone is set in a batch script, too: only srun sets SLURM_STEP_NUM_TASKS.
+_NUMBERINGS = (
+    _Numbering("environment", "RANK", "WORLD_SIZE", ("LOCAL_RANK",), ("LOCAL_WORLD_SIZE",)),
+    _Numbering(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        ("OMPI_COMM_WORLD_LOCAL_RANK",),
+        ("OMPI_COMM_WORLD_LOCAL_SIZE",),
+    ),
+    _Numbering("pmi", "PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "SLURM_LOCALID"), ("MPI_LOCALNRANKS",)),
+    _Numbering("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ("SLURM_LOCALID",), ()),
+)
+
+
+def find(environ: Mapping[str, str]) -> Place | Node | None:
+    """The rank or the node that the environment speaks of, first match; None if nobody else started this process."""
+    for names in _NUMBERINGS:
+        place = _place(names, environ)
+        if place is not None:
+            return place
+    return _node(environ)
+
+
+def _place(names: _Numbering, environ: Mapping[str, str]) -> Place | None:
+    if not (environ.get(names.rank) and environ.get(names.size)):
+        return None
+    local = next((name for name in names.local_rank if environ.get(name)), None)
+    if local is None:
+        if names.by == "environment":  # RANK and WORLD_SIZE alone: a node of a PyTorchJob
+            return None
+        raise ValueError(
+            f"{names.rank} says which rank this is, but none of {', '.join(names.local_rank)} which one of this "
+            "machine: set RANK, WORLD_SIZE and LOCAL_RANK."
+        )
+    size = number(environ, names.size)
+    return Place(
+        rank=number(environ, names.rank),
+        size=size,
+        local_rank=number(environ, local),
+        local_size=1 if size == 1 else _local_size(names, environ),
+        by=names.by,
+        reason=f"{names.rank}={environ[names.rank]}, {names.size}={environ[names.size]}, {local}={environ[local]}",
+    )
+
+
+def _local_size(names: _Numbering, environ: Mapping[str, str]) -> int | None:
+    for name in names.local_size:
+        if environ.get(name):
+            return number(environ, name)
+    if environ.get("SLURM_STEP_TASKS_PER_NODE") and names.by in ("slurm", "pmi"):
+        return _tasks_here(environ)
+    return None
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """SLURM_STEP_TASKS_PER_NODE=2(x3),1 and SLURM_NODEID=3 mean 1."""
+    counts: list[int] = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):
+        counts += [int(count)] * int(times or 1)
+    node = number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
+    return counts[node] if node < len(counts) else None
+
+
+def _node(environ: Mapping[str, str]) -> Node | None:
+    """PET_* (torchrun's own variables, set by Kubeflow), or RANK without LOCAL_RANK (a PyTorchJob with a Master)."""
+    told = [name for name in ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR") if name in environ]
+    if not told and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+        return None
+    here = _processes_here(environ)
+    machines = _machines(environ, here)
+    rank = next((number(environ, name) for name in ("PET_NODE_RANK", "RANK") if environ.get(name)), None)
+    if machines == 1:
+        rank = 0
+    if rank is not None and rank >= machines:
+        raise ValueError(f"machine {rank} can't be among {machines}: check PET_NODE_RANK or RANK, which begin at 0.")
+    reason = ", ".join(f"{name}={environ[name]}" for name in told) if told else "RANK without LOCAL_RANK"
+    return Node(rank, machines, here, reason)
+
+
+def _processes_here(environ: Mapping[str, str]) -> int | None:
+    """A number; torchrun's words (auto, cpu) would mean a process for each CPU, and so mean nothing here."""
+    text = environ.get("PET_NPROC_PER_NODE", "")
+    return int(text) if text.isdecimal() and int(text) > 0 else None
+
+
+def _machines(environ: Mapping[str, str], here: int | None) -> int:
+    if environ.get("PET_NNODES"):
+        least, _, most = environ["PET_NNODES"].partition(":")
+        if not least.isdecimal() or (most and most != least):
+            raise ValueError(
+                f"PET_NNODES is {environ['PET_NNODES']!r}: a training has a fixed number of machines, write N or N:N."
+            )
+        return int(least)
+    if environ.get("WORLD_SIZE"):
+        return number(environ, "WORLD_SIZE") // (here or 1)
+    return 1
+
+
+def number(environ: Mapping[str, str], name: str) -> int:
+    """A variable's value, which must be a whole number."""
+    text = environ[name]
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise ValueError(f"{name} must be a whole number, found {text!r}.")
+    return int(text)

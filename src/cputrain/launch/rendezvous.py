@@ -1,0 +1,254 @@
+"""Where the ranks meet: address and port of rank 0, from whoever says them, or asked of MPI."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import secrets
+import socket
+import threading
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
+
+from cputrain.launch import pmi
+from cputrain.launch.config import PORT
+from cputrain.launch.ranks import Place, number
+
+LOCAL = "127.0.0.1"
+_SECONDS = 5.0
+
+
+class Meeting(NamedTuple):
+    address: str
+    port: int
+    reason: str
+
+
+class Exchange(Protocol):
+    """How the ranks talk before torch is there."""
+
+    exit_code: int  # to be set by a rank that fails: its peers are ended, rather than left to wait
+
+    def broadcast(self, value: str) -> str: ...
+
+    def barrier(self) -> None: ...
+
+
+def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | None]:
+    """The meeting place, and the connection to MPI, if it had to be asked."""
+    address, reason = _told_address(place, environ)
+    port = next((number(environ, name) for name in ("MASTER_PORT", "PET_MASTER_PORT") if environ.get(name)), None)
+    if address and port:
+        return Meeting(address, port, reason), None
+    if place.by == "slurm" or environ.get("SLURM_JOB_ID"):
+        if not address:
+            raise ValueError("Slurm doesn't say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR.")
+        return Meeting(address, port or _slurm_port(environ), reason), None
+    exchange = _exchange(place, environ)
+    if exchange is None:
+        if not address:
+            raise ValueError(_nobody_knows(place))
+        return Meeting(address, port or _openmpi_port(environ), reason), None
+    if address:
+        said = exchange.broadcast(str(port or _free_port()))
+        return Meeting(address, int(said), reason), exchange
+    return _asked(place, exchange, port), exchange
+
+
+def _told_address(place: Place, environ: Mapping[str, str]) -> tuple[str | None, str]:
+    for name in ("MASTER_ADDR", "PET_MASTER_ADDR"):
+        if environ.get(name):
+            return environ[name], name
+    if place.is_local:
+        return LOCAL, "all ranks are on this machine"
+    for name in ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"):
+        if environ.get(name):
+            return first_host(environ[name]), f"the first host of {name}"
+    return None, ""
+
+
+def _exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
+    if place.by == "pmi" and environ.get("PMI_FD"):
+        return pmi.Connection(environ)
+    if place.by in ("openmpi", "pmi") and "mpi4py" in _installed("mpi4py"):
+        return _Mpi4py(place)
+    return None
+
+
+def _installed(name: str) -> str:
+    import importlib.util
+
+    return name if importlib.util.find_spec(name) else ""
+
+
+def _nobody_knows(place: Place) -> str:
+    said = {
+        "environment": "RANK, WORLD_SIZE and LOCAL_RANK are set, but not MASTER_ADDR: set it to rank 0's address.",
+        "openmpi": "Open MPI doesn't say where rank 0 is: give mpirun -x MASTER_ADDR=…, or pip install mpi4py.",
+    }
+    return said.get(place.by, "mpirun doesn't say where rank 0 is: set MASTER_ADDR, or pip install mpi4py.")
+
+
+class _Mpi4py:
+    """MPI itself, where its process manager has no protocol of its own. mpi4py finalises it at the end."""
+
+    def __init__(self, place: Place) -> None:
+        from mpi4py import MPI
+
+        self._world: Any = MPI.COMM_WORLD
+        if self._world.size != place.size:
+            raise ValueError(
+                f"mpirun started {place.size} ranks, mpi4py sees {self._world.size}: it loads another MPI's library."
+            )
+
+    @property
+    def exit_code(self) -> int:
+        return 0
+
+    @exit_code.setter
+    def exit_code(self, code: int) -> None:
+        """MPI_Finalize would wait for the peers for ever: they are ended instead."""
+        from mpi4py.run import set_abort_status
+
+        set_abort_status(code)
+
+    def broadcast(self, value: str) -> str:
+        return self._world.bcast(value, root=0)
+
+    def barrier(self) -> None:
+        self._world.Barrier()
+
+
+# --- Which of rank 0's addresses can be reached ------------------------------------------------------------------
+
+
+def _asked(place: Place, exchange: Exchange, port: int | None) -> Meeting:
+    """Rank 0 offers all its addresses, and every rank takes the first at which rank 0 answers.
+
+    A host name would not do: on many systems it resolves to 127.0.1.1, or on each host to something else.
+    """
+    if place.rank == 0:
+        with _Greeter(port) as greeter:
+            addresses = _own_addresses()
+            exchange.broadcast(",".join([str(greeter.port), greeter.token, *addresses]))
+            exchange.barrier()
+            return Meeting(greeter.met_at or addresses[0], greeter.port, "rank 0 was asked through MPI")
+    said, token, *addresses = exchange.broadcast("-").split(",")
+    address = next((name for name in addresses if _answers(name, int(said), token)), None)
+    if address is None:
+        raise ValueError(
+            f"rank {place.rank} on {socket.gethostname()} can't reach rank 0 at {' or '.join(addresses)}, port {said}: "
+            "open the firewall between the machines, or set MASTER_ADDR and MASTER_PORT."
+        )
+    exchange.barrier()
+    return Meeting(address, int(said), "rank 0 was asked through MPI")
+
+
+class _Greeter:
+    """Listens at a port until everybody has tried to reach it; then the port is free for torch's store."""
+
+    def __init__(self, port: int | None) -> None:
+        self.token = secrets.token_hex(8)
+        self.met_at: str | None = None
+        self._server = _listening(port or 0)
+        self.port = self._server.getsockname()[1]
+        self._thread = threading.Thread(target=self._greet, daemon=True)
+
+    def __enter__(self) -> _Greeter:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._server.shutdown(socket.SHUT_RDWR)
+        self._server.close()
+        self._thread.join(_SECONDS)
+
+    def _greet(self) -> None:
+        while True:
+            try:
+                peer, _ = self._server.accept()
+            except OSError:  # closed: everybody was here
+                return
+            with peer:
+                self.met_at = peer.getsockname()[0].removeprefix("::ffff:")
+                peer.sendall(self.token.encode())
+
+
+def _listening(port: int) -> socket.socket:
+    try:
+        return socket.create_server(("", port), backlog=1024)
+    except OSError as error:
+        raise ValueError(f"rank 0 can't listen at port {port}: {error.strerror}; choose another MASTER_PORT.") from None
+
+
+def _free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
+
+
+def _answers(address: str, port: int, token: str) -> bool:
+    try:
+        with socket.create_connection((address, port), timeout=_SECONDS) as peer:
+            found = b""
+            while len(found) < len(token) and (more := peer.recv(64)):
+                found += more
+            return found == token.encode()
+    except OSError:
+        return False
+
+
+def _own_addresses() -> list[str]:
+    """Addresses of interfaces that are up, other machines' way in: IPv4 first, then global IPv6; never loopback."""
+    import psutil
+
+    up = {name for name, state in psutil.net_if_stats().items() if state.isup}
+    found = [entry for name, entries in psutil.net_if_addrs().items() if name in up for entry in entries]
+    four = [e.address for e in found if e.family == socket.AF_INET]
+    six = [e.address for e in found if e.family == socket.AF_INET6 and "%" not in e.address]
+    return [address for address in (*four, *six) if not ipaddress.ip_address(address).is_loopback][:12] or [LOCAL]
+
+
+def address_towards(host: str) -> str | None:
+    """This machine's own address on the way to a host; None if the host is unknown."""
+    try:
+        family, _, _, _, target = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # nothing is sent: the kernel only chooses a route
+            return probe.getsockname()[0]
+    except OSError:
+        return None
+
+
+def interface_towards(host: str) -> str | None:
+    """The network interface on the way to a host, for gloo, which would go by the own host name."""
+    import psutil
+
+    own = address_towards(host)
+    if own is None or ipaddress.ip_address(own).is_loopback:
+        return None
+    names = psutil.net_if_addrs().items()
+    return next((name for name, entries in names if any(entry.address == own for entry in entries)), None)
+
+
+# --- Slurm -------------------------------------------------------------------------------------------------------
+
+
+def first_host(hosts: str) -> str:
+    """node[003-006,9],x means node003. Brackets may stand anywhere, and more than once."""
+    name = re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", re.split(r",(?![^\[]*\])", hosts)[0])
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", name):
+        raise ValueError(f"{hosts!r} is not a list of hosts as Slurm writes it: set MASTER_ADDR.")
+    return name
+
+
+def _slurm_port(environ: Mapping[str, str]) -> int:
+    """The same on all ranks, and another for each step: steps of one job may run side by side."""
+    job = int(re.sub(r"\D", "", environ.get("SLURM_JOB_ID", "")) or 0)
+    step = int(re.sub(r"\D", "", environ.get("SLURM_STEP_ID", "")) or 0)
+    return 20_000 + (job * 31 + step) % 10_000
+
+
+def _openmpi_port(environ: Mapping[str, str]) -> int:
+    """Jobs of Open MPI side by side have different numbers, which all their ranks know."""
+    job = environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PRTE_MCA_ess_base_jobid") or ""
+    return 20_000 + int(job) // 65_536 % 10_000 if job.isdecimal() else PORT
