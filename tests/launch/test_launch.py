@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cputrain import hardware
-from cputrain.launch import config_file, environment
+from cputrain.launch import config_file
 from cputrain.launch.config import Config
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -90,7 +90,10 @@ def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "2", "x.py"], "the configuration asks for 2 processes, and this version of cputrain launches one"),
+        (["-n", "2", "--ppn", "1", "x.py"], "2 processes with --ppn 1 need several machines: give a --hostfile"),
+        (["--hostfile", "nowhere", "x.py"], "the hostfile nowhere can't be read"),
+        (["--engine", "slurm", "x.py"], "engine must be auto or local or mpi or torchrun, found 'slurm'"),
+        (["--env", "1A=b", "x.py"], "env holds NAME=VALUE, found '1A'"),
         (["--num_machines", "2", "x.py"], "1 processes can't be shared evenly by 2 machines"),
         (["--mixed_precision", "fp16", "x.py"], "fp16 doesn't train on CPUs"),
         (["--config_file", "nowhere.yaml", "x.py"], "nowhere.yaml can't be read"),
@@ -100,12 +103,3 @@ def test_what_cannot_be_launched_is_one_sentence(arguments: list[str], said: str
     answer = launch(*arguments, home=tmp_path)
     assert answer.returncode == 2
     assert answer.stderr.startswith(f"cputrain: {said}") and answer.stderr.count("\n") == 1
-
-
-def test_threads_share_the_usable_cores() -> None:
-    machine = hardware.detect()
-    several = Config(distributed_type="MULTI_CPU", num_processes=8, num_machines=4, main_process_ip="x")
-    cores = machine.usable_cores.value
-    assert environment.of_training(several, machine, {})["OMP_NUM_THREADS"] == str(max(1, cores // 2))
-    assert "OMP_NUM_THREADS" not in environment.of_training(several, machine, {"OMP_NUM_THREADS": "5"})
-    assert environment.of_training(several, machine, {"OMP_NUM_THREADS": "5"}, 3)["OMP_NUM_THREADS"] == "3"

@@ -1,0 +1,63 @@
+"""What ranks print: labelled, kept in files, and one progress bar."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cputrain.launch.output import Output
+
+
+def printed(writes: list[tuple[int, bytes]], bars: bool, folder: Path | None = None) -> bytes:
+    shown = io.BytesIO()
+    output = Output(str(folder) if folder else None, bars)
+    pipes = {rank: os.open(output.pipe(rank, shown), os.O_WRONLY) for rank, _ in writes}
+    for rank, data in writes:
+        os.write(pipes[rank], data)
+    for pipe in pipes.values():
+        os.close(pipe)
+    output.close()
+    return shown.getvalue()
+
+
+def test_lines_are_labelled_and_kept(tmp_path: Path) -> None:
+    assert sorted(printed([(0, b"a\nb"), (11, b"c\r\n")], False, tmp_path).splitlines()) == [
+        b"[0] a",
+        b"[0] b",
+        b"[11] c",
+    ]
+    assert (tmp_path / "rank-0.log").read_bytes() == b"a\nb\n"
+    assert (tmp_path / "rank-11.log").read_bytes() == b"c\n"
+
+
+BAR = b"\r  0%|    |\r 50%|##  |\r100%|####|\n"
+
+
+@pytest.mark.parametrize("bars", [False, True])
+def test_one_bar_is_shown(bars: bool) -> None:
+    shown = printed([(0, BAR), (1, BAR)], bars)
+    assert shown.count(b"100%") == 1 and b"[1]" not in shown
+    assert b"50%" not in shown, "it came in one piece: only the last state counts"
+
+
+def test_a_bar_that_moves_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
+    assert printed([(0, b"\r 10%|#|")], False, tmp_path) == b"[0]  10%|#|\n", "at the end, its last state"
+    assert b"[0]  10%|#|\r\x1b[K[0]  10%|#|\n" in printed([(0, b"\r 10%|#|")], True)
+
+
+def test_a_labelled_process_loses_nothing_even_when_it_dies(tmp_path: Path) -> None:
+    code = (
+        "import os, sys\nfrom cputrain.launch import output\n"
+        f"output.label(7, {str(tmp_path)!r}, False)\n"
+        "print('first'); sys.stdout.flush(); print('last', file=sys.stderr)\n"
+        "os.system('echo from a child')\nos.kill(os.getpid(), 9)"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == -9
+    assert answer.stdout == "[7] first\n[7] from a child\n" and answer.stderr == "[7] last\n"
+    assert sorted((tmp_path / "rank-7.log").read_text().splitlines()) == ["first", "from a child", "last"]
