@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import transformers.trainer as stock
@@ -17,6 +18,11 @@ class Trainer(stock.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         Accelerator.adopt(self.accelerator, use_ipex=getattr(self.args, "use_ipex", None))
+
+    def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
+        """Where transformers of old entered CPU autocast by itself, without asking accelerate."""
+        entered = super().autocast_smart_context_manager(*args, **kwargs)
+        return entered if self.accelerator.native_amp else contextlib.nullcontext()
 
     # Where transformers before 5.0 called IPEX and torch.jit, if use_ipex or jit_mode_eval was given.
 

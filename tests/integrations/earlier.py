@@ -1,0 +1,57 @@
+"""Earlier releases of transformers and accelerate, installed beside .venv's for tests in processes of their own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+RELEASES = {path.stem.partition("-")[2]: path for path in sorted((Path(__file__).parent / "releases").glob("*.txt"))}
+
+
+def folder_of(release: str) -> Path:
+    """Where a release is installed. Once for each content of its list: `make clean` removes it."""
+    wanted = RELEASES[release]
+    content = hashlib.sha256(wanted.read_bytes()).hexdigest()[:8]
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    folder = ROOT / "build" / f"{wanted.stem}-python{version}-{content}"
+    if not folder.exists():
+        _install(wanted, folder)
+    return folder
+
+
+def _install(wanted: Path, folder: Path) -> None:
+    half = folder.with_name(f"{folder.name}.{os.getpid()}")
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--only-binary", ":all:"]
+    try:
+        done = subprocess.run(
+            [*command, "--target", str(half), "-r", str(wanted)], capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            half.rename(folder)
+            return
+    finally:
+        shutil.rmtree(half, ignore_errors=True)
+    reason = f"pip could not install {wanted.name}: {done.stderr.strip().splitlines()[-1:]}"
+    if os.environ.get("CI"):
+        pytest.fail(reason, pytrace=False)
+    pytest.skip(reason)
+
+
+def run(release: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """This python, with a release's packages before .venv's."""
+    path = os.pathsep.join([str(folder_of(release)), str(ROOT)])
+    return subprocess.run(
+        [sys.executable, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
+        check=False,
+    )

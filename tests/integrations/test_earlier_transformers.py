@@ -1,0 +1,110 @@
+"""The oldest transformers that is served, and one between: flags, training, checkpoints, `cputrain run`."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from tests.integrations import earlier
+from tests.integrations.test_trainer import SIDES, assert_same_history, history, keep_padding, trainer
+
+__all__ = ["keep_padding"]  # a fixture, for all tests here too
+OLDEST = "4.48"
+SUITES = ("test_flags.py", "test_trainer.py", "test_accelerator.py")
+SAVE = """
+import sys
+from pathlib import Path
+from tests.integrations.test_trainer import trainer
+
+side, folder, extra = sys.argv[1:]
+options = {"save_strategy": "steps", "save_steps": 4, **({"use_ipex": True} if extra else {})}
+trainer(side, Path(folder), options).train()
+"""
+
+
+def test_the_oldest_release_is_the_one_that_is_promised() -> None:
+    assert f'"transformers>={OLDEST}"' in (earlier.ROOT / "pyproject.toml").read_text()
+    assert next(iter(earlier.RELEASES)) == OLDEST
+    for release in earlier.RELEASES:
+        found = earlier.run(release, "-c", "import transformers; print(transformers.__version__)").stdout
+        assert found.startswith(f"{release}.")
+        assert not transformers.__version__.startswith(release), "this process has today's"
+
+
+@pytest.mark.parametrize("release", earlier.RELEASES)
+def test_flags_trainer_and_accelerator_pass_their_tests(release: str) -> None:
+    """The same tests as today's transformers must pass."""
+    suites = [f"tests/integrations/{name}" for name in SUITES]
+    answer = earlier.run(release, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites)
+    assert answer.returncode == 0, answer.stdout[-5000:]
+    assert int(re.search(r"(\d+) passed", answer.stdout)[1]) >= 70
+    assert "skipped" not in answer.stdout
+
+
+def test_the_guides_commands_run_on_the_oldest() -> None:
+    chosen = "tests/examples/test_run_qa.py::test_the_guides_commands_run[train_cpu.ja]"
+    launched = "tests/examples/test_nlp_example.py::test_the_guides_launch"
+    answer = earlier.run(OLDEST, "-m", "pytest", "-q", "-p", "no:cacheprovider", chosen, launched)
+    assert answer.returncode == 0, answer.stdout[-5000:]
+    assert "2 passed" in answer.stdout
+
+
+EXPLAIN = """
+import cputrain
+from tests.integrations.tiny import bert
+for what, value, why in cputrain.explain(cputrain.optimize(bert())).facts:
+    print(what, value, why, sep=" | ")
+"""
+
+
+def test_where_transformers_cannot_do_without_padding_it_stays_with_a_reason() -> None:
+    """4.48 has no AttentionMaskInterface."""
+    answer = earlier.run(OLDEST, "-c", EXPLAIN, CPUTRAIN_PADDING="")
+    assert answer.returncode == 0, answer.stderr
+    line = next(line for line in answer.stdout.splitlines() if line.startswith("padding"))
+    assert "stays inside the model" in line
+
+
+# --- Checkpoint folders ------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folders that stock and cputrain wrote under the oldest transformers."""
+    folder = tmp_path_factory.mktemp("old")
+    for side in SIDES:
+        ipex = "use_ipex" if side == "ours" else ""
+        answer = earlier.run(OLDEST, "-c", SAVE, side, str(folder), ipex, CPUTRAIN_PADDING="keep")
+        assert answer.returncode == 0, answer.stderr[-3000:]
+    return folder
+
+
+@pytest.mark.parametrize("writer", SIDES)
+def test_a_checkpoint_of_the_oldest_resumes_today(writer: str, saved: Path, tmp_path: Path) -> None:
+    resumed = {}
+    for side in SIDES:
+        resumed[side] = trainer(side, tmp_path)
+        resumed[side].train(resume_from_checkpoint=str(saved / writer / "checkpoint-4"))
+    assert [line["step"] for line in history(resumed["ours"])][-1] == 8
+    assert_same_history(resumed["ours"], resumed["stock"])
+
+
+def test_what_the_oldest_wrote_is_the_same_under_cputrain(saved: Path) -> None:
+    theirs, ours = (
+        torch.load(saved / side / "checkpoint-8" / "optimizer.pt", weights_only=True) for side in ("stock", "ours")
+    )
+    assert ours["state"].keys() == theirs["state"].keys()
+    for number, state in theirs["state"].items():
+        assert ours["state"][number].keys() == state.keys()
+        torch.testing.assert_close(ours["state"][number]["exp_avg"], state["exp_avg"], rtol=1e-3, atol=1e-6)
+
+
+def test_arguments_of_the_oldest_can_be_read_today(saved: Path) -> None:
+    arguments = torch.load(saved / "ours" / "checkpoint-8" / "training_args.bin", weights_only=False)
+    assert type(arguments) is transformers.TrainingArguments
+    assert arguments.use_ipex is True and arguments.max_steps == 8
+
