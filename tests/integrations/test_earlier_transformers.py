@@ -107,4 +107,3 @@ def test_arguments_of_the_oldest_can_be_read_today(saved: Path) -> None:
     arguments = torch.load(saved / "ours" / "checkpoint-8" / "training_args.bin", weights_only=False)
     assert type(arguments) is transformers.TrainingArguments
     assert arguments.use_ipex is True and arguments.max_steps == 8
-
