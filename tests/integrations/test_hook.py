@@ -41,6 +41,22 @@ def test_every_class_of_transformers_descends_from_ours() -> None:
     )
 
 
+@pytest.mark.parametrize("kind", ["", "Seq2Seq"])
+def test_a_script_with_the_guides_arguments_trains(kind: str, tmp_path) -> None:
+    """As the guide writes them into a script: bf16=True, use_ipex=True, use_cpu=True, **kwargs."""
+    holds(
+        f"from transformers import {kind}Trainer as Trainer, {kind}TrainingArguments as TrainingArguments\n"
+        "from tests.integrations.tiny import bert, windows\n"
+        "kwargs = {'max_steps': 2, 'report_to': 'none', 'save_strategy': 'no'}\n"
+        f"folder = {str(tmp_path)!r}\n"
+        "arguments = TrainingArguments(output_dir=folder, bf16=True, use_ipex=True, use_cpu=True, **kwargs)\n"
+        "trainer = Trainer(bert(), arguments, train_dataset=windows(16))\n"
+        "trainer.train()\n"
+        "from cputrain import api\n"
+        "assert api.is_optimized(trainer.model) and trainer.state.global_step == 2\n"
+    )
+
+
 @pytest.mark.parametrize("first", ["import cputrain; cputrain.Trainer", "from cputrain import Trainer, Accelerator"])
 def test_ours_may_be_imported_first(first: str) -> None:
     holds(

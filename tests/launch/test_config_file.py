@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cputrain import cli
 from cputrain.launch import config_file
 from cputrain.launch.config import Config
 
@@ -139,26 +140,27 @@ def malformed(seed: int) -> bytes:
     return bytes(content) if chance.random() < 0.9 else bytes(content)[: chance.randrange(40)]
 
 
-@pytest.mark.parametrize("seed", range(250))
-def test_malformed_files_are_a_sentence_with_a_line(seed: int, tmp_path: Path) -> None:
-    """Some accidents leave a file that is still right; none ends in a traceback."""
-    path = tmp_path / "config.yaml"
-    path.write_bytes(malformed(seed))
-    try:
-        config_file.read(path)
-    except ValueError as error:
-        assert re.match(rf"{re.escape(str(path))}, line \d+: .", str(error))
+def updated(path: Path, monkeypatch, capsys) -> tuple[object, str]:
+    """Exit code and standard error of `cputrain config --update`, which reads the file and writes it anew."""
+    monkeypatch.setattr(sys, "argv", ["cputrain", "config", "--update", "--file", str(path)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return ended.value.code, capsys.readouterr().err
 
 
-def test_most_accidents_are_noticed(tmp_path: Path) -> None:
-    noticed = 0
+def test_200_malformed_files_are_a_sentence_with_a_line(tmp_path: Path, monkeypatch, capsys) -> None:
+    """Some accidents leave a file that is still right; none ends in a traceback, and none changes a file."""
+    path, refused = tmp_path / "config.yaml", 0
     for seed in range(250):
-        (tmp_path / "config.yaml").write_bytes(malformed(seed))
-        try:
-            config_file.read(tmp_path / "config.yaml")
-        except ValueError:
-            noticed += 1
-    assert noticed >= 200
+        path.write_bytes(malformed(seed))
+        code, said = updated(path, monkeypatch, capsys)
+        if code == 2:
+            refused += 1
+            assert re.fullmatch(rf"cputrain: {re.escape(str(path))}, line \d+: .+\n", said), (seed, said)
+            assert path.read_bytes() == malformed(seed)
+        else:
+            assert (code, said) == (0, ""), seed
+    assert refused >= 200
 
 
 def test_launch_shows_the_sentence_and_exits_with_2(tmp_path: Path) -> None:
