@@ -8,7 +8,7 @@ from __future__ import annotations
 import typer
 
 from cputrain import __version__
-from cputrain.cli import config, doctor, image, k8s, launch, run, slurm
+from cputrain.cli import config, doctor, image, k8s_live, launch, run, slurm
 
 app = typer.Typer(
     name="cputrain",
@@ -22,7 +22,7 @@ app.command()(doctor.doctor)
 app.command()(config.config)
 # What stands after the script is the script's.
 app.command(context_settings={"allow_interspersed_args": False})(launch.launch)
-app.add_typer(k8s.app, name="k8s")
+app.add_typer(k8s_live.app, name="k8s")
 app.add_typer(slurm.app, name="slurm")
 app.command()(image.image)
 

@@ -230,7 +230,7 @@ def check(
     from cputrain.cluster.kubectl import Kubectl
 
     schemas = rules.of_cluster(Kubectl(context)) if cluster else None
-    texts = {str(file): _text_of(file) for file in files}
+    texts = {str(file): text_of(file) for file in files}
     count = 0
     for name, text in texts.items():
         for finding in rules.findings(text, schemas):
@@ -243,7 +243,7 @@ def check(
     raise typer.Exit(1 if count else 0)
 
 
-def _text_of(file: Path) -> str:
+def text_of(file: Path) -> str:
     from cputrain.cluster.manifest_reader import read_text
 
     if str(file) == "-":

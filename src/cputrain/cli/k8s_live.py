@@ -1,0 +1,183 @@
+"""`cputrain k8s submit|status|logs|delete|copy`: what needs a cluster, through the user's kubectl."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from cputrain.cli.k8s import app, text_of
+
+Name = Annotated[str, typer.Argument(help="The job's name.")]
+Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace; else kubectl's.")]
+Context = Annotated[str | None, typer.Option("--context", help="kubectl's context; else its current one.")]
+_PAUSE = 2.0  # seconds between two looks
+_PATIENCE = 30  # looks in a row that may fail: a minute of a connection that drops
+
+
+@app.command()
+def submit(
+    files: Annotated[list[Path], typer.Argument(help="Manifests; - is standard input.")],
+    wait: Annotated[bool, typer.Option("--wait", help="Follow the job until it ends.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Check manifests, show what will be created, and create it: all of it or nothing."""
+    from cputrain.cluster import submission
+
+    documents = submission.documents_of({str(file): text_of(file) for file in files})
+    print("To be created:", ", ".join(map(submission.called, documents)), flush=True)
+    submission.submit(_kubectl(context, namespace), documents, print)
+    jobs = [document for document in documents if document["kind"] in ("PyTorchJob", "TrainJob", "MPIJob")]
+    if wait and jobs:
+        name, within = jobs[0]["metadata"]["name"], jobs[0]["metadata"].get("namespace")
+        raise typer.Exit(_follow(_kubectl(context, namespace or within), name))
+
+
+@app.command()
+def status(
+    name: Name,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it until the job ends.")] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Show a job's pods, and in words why they don't train. With --watch the exit code is 1 if the job fails."""
+    from rich.console import Console
+
+    from cputrain.cluster import status as states
+
+    kubectl = _kubectl(context, namespace)
+    if watch:
+        raise typer.Exit(_follow(kubectl, name))
+    Console().print(states.table(states.read(kubectl, name)))
+
+
+@app.command()
+def logs(
+    name: Name,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
+    rank: Annotated[int, typer.Option("--rank", help="The rank; its pod's log is shown.")] = 0,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Show what a rank's pod wrote. All ranks of an mpijob write through its launcher."""
+    from cputrain.cluster import cluster_job
+
+    kubectl = _kubectl(context, namespace)
+    job = cluster_job.find(kubectl, name)
+    pods = [pod["metadata"]["name"] for pod in cluster_job.pods(kubectl, job)]
+    if job.kind == "MPIJob":
+        pods, number = [pod for pod in pods if "-launcher" in pod][-1:], 0
+    else:
+        number = rank // job.processes
+    if not 0 <= number < len(pods):
+        why = f"the ranks end at {len(pods) * job.processes - 1}" if pods else "there are no pods yet"
+        raise ValueError(f"rank {rank} has no pod: {why}.")
+    command = kubectl.command("logs", pods[number], *(["--follow"] if follow else []))
+    sys.stdout.flush()
+    os.execv(command[0], command)
+
+
+@app.command()
+def delete(
+    name: Name,
+    with_data: Annotated[
+        bool, typer.Option("--with-data", help="Delete the volume claims, too, with all that was trained.")
+    ] = False,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Delete a job with its pods, script and runtime. The volume stays, unless --with-data is given."""
+    from cputrain.cluster import cluster_job
+
+    kubectl = _kubectl(context, namespace)
+    job = cluster_job.find(kubectl, name)
+    templates = cluster_job.templates(kubectl, job)
+    claims = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    group = str(job.value["apiVersion"]).partition("/")[0]
+    kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
+    ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
+    resources = "configmaps" + (",trainingruntimes.trainer.kubeflow.org" if job.kind == "TrainJob" else "")
+    kubectl.run("delete", resources, ours)
+    print(f"deleted {job.kind} {name}")
+    for claim in claims:
+        if with_data:
+            kubectl.run("delete", "persistentvolumeclaims", claim)
+            print(f"deleted the volume claim {claim} with its data")
+        else:
+            print(f"the volume claim {claim} stays with its data")
+
+
+@app.command()
+def copy(
+    name: Name,
+    source: Annotated[str, typer.Argument(help="A folder on the volume, as the pods see it, e.g. /data/output.")],
+    target: Annotated[Path, typer.Argument(help="Where to put it here; must not exist yet.")],
+    patience: Annotated[int, typer.Option("--timeout", help="Seconds to wait for the reader pod.")] = 300,
+    namespace: Namespace = None,
+    context: Context = None,
+) -> None:
+    """Copy a trained model from a job's volume: a pod that may only read it is made, and removed in any case."""
+    from cputrain.cluster import cluster_job, copying
+
+    kubectl = _kubectl(context, namespace)
+    job = cluster_job.find(kubectl, name)
+    templates = cluster_job.templates(kubectl, job)
+    found = [pair for template in templates for pair in cluster_job.claims(template)]
+    chosen = [(claim, mount) for claim, mount in found if f"{source}/".startswith(f"{mount.rstrip('/')}/")]
+    if not chosen:
+        mounts = ", ".join(mount for _, mount in found) or "none"
+        raise ValueError(f"{source} is on no volume of {name}: its volumes are mounted at: {mounts}.")
+    claim, mount = max(chosen, key=lambda pair: len(pair[1]))
+    spec = templates[-1]["spec"]
+    secrets = [row["name"] for row in spec.get("imagePullSecrets", ())]
+    # SIGTERM as Ctrl-C, so that the reader pod is removed then, too.
+    signal.signal(signal.SIGTERM, _interrupt)
+    path = source.removeprefix(mount.rstrip("/")).strip("/")
+    count = copying.copy(kubectl, claim, path, target, spec["containers"][0]["image"], secrets, patience)
+    print(f"{count} files are in {target}")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
+
+
+def _kubectl(context: str | None, namespace: str | None) -> Any:
+    from cputrain.cluster import names
+    from cputrain.cluster.kubectl import Kubectl
+
+    if namespace is not None:
+        names.label_1123(namespace, "the namespace")
+    return Kubectl(context, namespace)
+
+
+def _follow(kubectl: Any, name: str) -> int:
+    """A live table until the job ends; a connection that drops is waited for."""
+    from rich.console import Console
+    from rich.live import Live
+
+    from cputrain.cluster import status as states
+    from cputrain.cluster.kubectl import Refused
+
+    console, failures = Console(), 0
+    with Live(console=console, auto_refresh=False) as live:
+        while True:
+            try:
+                found = states.read(kubectl, name)
+                failures = 0
+            except Refused as refusal:
+                failures += 1
+                if refusal.reason != "Unreachable" or failures > _PATIENCE:
+                    raise
+                time.sleep(_PAUSE)
+                continue
+            live.update(states.table(found), refresh=True)
+            if found.job.is_over:
+                return 0 if found.job.state == "Succeeded" else 1
+            time.sleep(_PAUSE)

@@ -1,0 +1,77 @@
+"""Hands manifests to the cluster: all are tried without effect first, so that nothing is created by half."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from cputrain.cluster import check, manifest_reader
+from cputrain.cluster.kubectl import Kubectl, Refused
+
+Say = Callable[[str], None]
+
+
+def documents_of(texts: dict[str, str]) -> list[dict[str, Any]]:
+    """The objects of checked files; the first finding is the refusal."""
+    found: list[dict[str, Any]] = []
+    for name, text in texts.items():
+        findings = check.findings(text)
+        if findings:
+            more = f" (and {len(findings) - 1} more: cputrain k8s check {name})" if len(findings) > 1 else ""
+            raise ValueError(f"{name}, line {findings[0].line}: {findings[0].sentence}{more}.")
+        found += [document.value for document in manifest_reader.parse(text)]
+    # A volume and a script come before the pods that mount them.
+    order = {"PersistentVolumeClaim": 0, "ConfigMap": 1, "TrainingRuntime": 2}
+    return sorted(found, key=lambda document: order.get(document["kind"], 3))
+
+
+def submit(kubectl: Kubectl, documents: list[dict[str, Any]], say: Say) -> list[str]:
+    """Creates what isn't there yet, and returns what was created. A volume that exists is used as it is."""
+    missing = [document for document in documents if not _is_kept_volume(kubectl, document, say)]
+    for document in missing:
+        _create(kubectl, document, "--dry-run=server")
+    created: list[str] = []
+    for document in missing:
+        try:
+            _create(kubectl, document)
+        except Refused as refusal:
+            before = f" Created before that: {', '.join(created)}." if created else ""
+            raise Refused(refusal.reason, f"{refusal}{before}") from None
+        created.append(called(document))
+        say(f"created {called(document)}")
+    return created
+
+
+def called(document: dict[str, Any]) -> str:
+    return f"{document['kind']} {document['metadata']['name']}"
+
+
+def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:
+    if document["kind"] != "PersistentVolumeClaim":
+        return False
+    words = ["get", "persistentvolumeclaims", document["metadata"]["name"], "--ignore-not-found", "--output=name"]
+    if not kubectl.run(*words, *_in_namespace(document)).strip():
+        return False
+    say(f"{called(document)} exists already, and is used with what it holds")
+    return True
+
+
+def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
+    try:
+        # JSON: what arrives is the data, whoever reads it.
+        kubectl.run("create", "--filename=-", "--output=name", *words, given=json.dumps(document))
+    except Refused as refusal:
+        name = called(document)
+        if refusal.reason == "AlreadyExists":
+            sentence = f"{name} exists already: delete it (cputrain k8s delete), or choose another --name."
+            raise Refused(refusal.reason, sentence) from None
+        if "no matches for kind" in str(refusal):
+            sentence = f"the cluster doesn't know {document['kind']}: its operator isn't installed; try --kind auto."
+            raise Refused("NoKind", sentence) from None
+        raise
+
+
+def _in_namespace(document: dict[str, Any]) -> list[str]:
+    namespace = document["metadata"].get("namespace")
+    return [f"--namespace={namespace}"] if namespace else []

@@ -1,0 +1,395 @@
+"""submit, status, logs, delete and copy through the real kubectl, against an API server of our own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cluster.api_server import Cluster, served
+from cluster.test_render import TRICKS
+
+from cputrain.cluster import manifests
+from cputrain.cluster.job import Job, Volume
+from cputrain.cluster.manifest_text import plain
+
+pytestmark = pytest.mark.needs_program("kubectl", "kubernetes-client")
+
+
+def kubectls() -> list[Path]:
+    """The oldest and the newest kubectl here; several may lie beside the one on the PATH."""
+    found = shutil.which("kubectl")
+    if found is None:
+        return [Path("kubectl")]
+    folder = Path(found).resolve().parent
+    beside = sorted(folder.glob("kubectl.1.*"), key=lambda path: int(path.name.rpartition(".")[2]))
+    return [beside[0], beside[-1]] if beside else [Path(found).resolve()]
+
+
+@dataclass
+class Here:
+    """A cluster, and a shell from which it can be reached."""
+
+    cluster: Cluster
+    folder: Path
+    environ: dict[str, str]
+
+    def cputrain(self, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "cputrain", "k8s", *words]
+        return subprocess.run(
+            command,
+            env=self.environ,
+            capture_output=True,
+            text=True,
+            check=False,
+            input=given,
+            cwd=self.folder,
+            timeout=120,
+        )
+
+    def refused(self, *words: str, given: str | None = None) -> str:
+        """The one sentence, with exit code 2 and without a traceback."""
+        answer = self.cputrain(*words, given=given)
+        assert answer.returncode == 2, answer.stdout + answer.stderr
+        assert answer.stderr.startswith("cputrain: "), answer.stderr
+        assert answer.stderr.count("\n") == 1, answer.stderr
+        return answer.stderr
+
+    def submit(self, job: Job, *words: str) -> subprocess.CompletedProcess[str]:
+        return self.cputrain("submit", "-", *words, given=manifests.job_text(job))
+
+
+@pytest.fixture(params=kubectls(), ids=lambda path: path.name)
+def here(request: Any, tmp_path: Path) -> Iterator[Here]:
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "kubectl").symlink_to(request.param)
+    with served(tmp_path) as (cluster, config):
+        kept = {key: value for key, value in os.environ.items() if not key.startswith("KUBE")}
+        environ = {"PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(config), "HOME": str(tmp_path)}
+        yield Here(cluster, tmp_path, {**kept, **environ, "COLUMNS": "200"})
+
+
+QA = Job("qa", "x:1", "run.py", TRICKS, workers=2, volume=Volume("data", size="1Gi"), script_text="print(1)\n")
+
+
+def pod(number: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
+    template = plain(manifests.of_job(QA)[1])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    return {
+        "apiVersion": "v1",
+        "kind": "Pod",
+        "metadata": {"name": f"qa-worker-{number}", "labels": {"training.kubeflow.org/job-name": "qa"}},
+        "spec": {**template["spec"], "nodeName": "node-a"},
+        "status": {"phase": phase, **status},
+    }
+
+
+def add_job(
+    cluster: Cluster, *pods: dict[str, Any], conditions: tuple[str, ...] = ("Created",), bound: bool = True
+) -> None:
+    job = plain(manifests.of_job(QA)[1])
+    job["status"] = {"conditions": [{"type": name, "status": "True", "message": "said so"} for name in conditions]}
+    cluster.put("pytorchjobs", job)
+    for each in pods:
+        cluster.put("pods", each)
+    claim = plain(manifests.of_volume(QA)[0])
+    claim["status"] = {"phase": "Bound" if bound else "Pending"}
+    cluster.put("persistentvolumeclaims", claim)
+
+
+# --- submit ------------------------------------------------------------------------------------------------------
+
+
+def test_submit_creates_exactly_the_data(here: Here) -> None:
+    (here.folder / "job.yaml").write_text(manifests.job_text(QA))
+    (here.folder / "volume.yaml").write_text(manifests.volume_text(QA))
+    answer = here.cputrain("submit", "job.yaml", "volume.yaml")
+    assert answer.returncode == 0, answer.stderr
+    assert (
+        answer.stdout.splitlines()[0] == "To be created: PersistentVolumeClaim data, ConfigMap qa-script, PyTorchJob qa"
+    )
+    wanted = list(map(plain, manifests.of_job(QA)))
+    for resource, value in (("configmaps", wanted[0]), ("pytorchjobs", wanted[1])):
+        [found] = here.cluster.kinds(resource)
+        found["metadata"] = {key: found["metadata"][key] for key in ("name", "labels")}
+        assert found == value
+
+
+def test_kubectl_reads_our_yaml_as_the_same_data(here: Here) -> None:
+    command = ["kubectl", "create", "--filename=-"]
+    text = manifests.job_text(QA)
+    subprocess.run(command, env=here.environ, input=text, text=True, check=True, capture_output=True)
+    [found] = here.cluster.kinds("pytorchjobs")
+    assert found["spec"] == plain(manifests.of_job(QA)[1])["spec"]
+
+
+def test_the_same_name_twice_is_refused_and_the_volume_kept(here: Here) -> None:
+    (here.folder / "volume.yaml").write_text(manifests.volume_text(QA))
+    assert here.cputrain("submit", "volume.yaml").returncode == 0
+    again = here.cputrain("submit", "volume.yaml")
+    assert "exists already, and is used" in again.stdout
+    fresh = Job("other", "x:1", "run.py")
+    assert here.submit(fresh).returncode == 0
+    before = dict(here.cluster.objects)
+    assert "PyTorchJob other exists already" in here.refused("submit", "-", given=manifests.job_text(fresh))
+    assert here.cluster.objects == before
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ((403, "Forbidden", "you may not create pytorchjobs"), "you may not create pytorchjobs"),
+        ((422, "Invalid", "spec.nprocPerNode: wrong"), "spec.nprocPerNode: wrong"),
+        ("drop", "can't be reached"),
+    ],
+)
+def test_a_refusal_leaves_nothing_behind(here: Here, fault: Any, said: str) -> None:
+    here.cluster.fault = lambda method, path: fault if method == "POST" and path.endswith("pytorchjobs") else None
+    assert said in here.refused("submit", "-", given=manifests.job_text(QA))
+    assert here.cluster.objects == {}
+
+
+def test_a_manifest_with_findings_never_reaches_the_cluster(here: Here) -> None:
+    text = manifests.job_text(QA).replace('nprocPerNode: "1"', "nprocPerNode: 1")
+    assert 'write it in quotes: "1"' in here.refused("submit", "-", given=text)
+    assert here.cluster.requests == []
+
+
+def test_submit_waits_for_the_end(here: Here) -> None:
+    def fault(method: str, path: str) -> None:
+        """Plays the operator: the job succeeds once it has been looked at."""
+        if method == "GET" and path.endswith("/pytorchjobs/qa") and here.cluster.kinds("pytorchjobs"):
+            done = {"conditions": [{"type": "Succeeded", "status": "True"}]}
+            here.cluster.kinds("pytorchjobs")[0]["status"] = done
+
+    here.cluster.fault = fault
+    answer = here.submit(QA, "--wait")
+    assert answer.returncode == 0, answer.stderr
+    assert "state: Succeeded" in answer.stdout
+
+
+# --- no cluster --------------------------------------------------------------------------------------------------
+
+
+def test_no_kubectl_no_configuration_no_server(here: Here) -> None:
+    here.environ["KUBECONFIG"] = str(here.folder / "none")
+    assert "no cluster to talk to" in here.refused("status", "qa")
+    text = (here.folder / "kubeconfig").read_text().replace("127.0.0.1:", "127.0.0.1:1#")
+    (here.folder / "none").write_text(text)
+    assert "can't be reached" in here.refused("status", "qa")
+    here.environ["PATH"] = str(here.folder)
+    assert "kubectl isn't on the PATH" in here.refused("status", "qa")
+
+
+def test_a_context_that_isnt_there(here: Here) -> None:
+    assert "context" in here.refused("status", "qa", "--context", "nowhere")
+
+
+def test_auto_takes_what_the_cluster_has(here: Here) -> None:
+    words = ("render", "--kind", "auto", "--image", "x:1")
+    assert "kind: TrainJob" in here.cputrain(*words, "--", "a.py").stdout
+    assert "kind: PyTorchJob" in here.cputrain(*words, "--elastic", "1:2", "--", "a.py").stdout
+    here.cluster.resources = {"v1": [("pods", "Pod")], "kubeflow.org/v2beta1": [("mpijobs", "MPIJob")]}
+    assert "kind: MPIJob" in here.cputrain(*words, "--", "a.py").stdout
+    here.cluster.resources = {"v1": [("pods", "Pod"), ("configmaps", "ConfigMap")]}
+    assert "knows no TrainJob or PyTorchJob or MPIJob" in here.refused(*words, "--", "a.py")
+    assert "operator isn't installed" in here.refused("status", "qa")
+    assert "doesn't know PyTorchJob" in here.refused("submit", "-", given=manifests.job_text(QA))
+
+
+# --- status ------------------------------------------------------------------------------------------------------
+
+
+def waiting(reason: str, message: str = "", **more: Any) -> dict[str, Any]:
+    state = {"waiting": {"reason": reason, "message": message}}
+    return {"containerStatuses": [{"name": "pytorch", "image": "x:1", "state": state, "restartCount": 4, **more}]}
+
+
+def unscheduled(message: str) -> dict[str, Any]:
+    return {"conditions": [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": message}]}
+
+
+KILLED = {"terminated": {"reason": "OOMKilled", "exitCode": 137}}
+TROUBLES: dict[str, tuple[str, dict[str, Any], str]] = {
+    "short": ("Pending", unscheduled("0/3 nodes are available: 3 Insufficient cpu."), "no node has enough cpu left"),
+    "volume": ("Pending", unscheduled("pod has unbound immediate PersistentVolumeClaims"), "its volume isn't there"),
+    "taint": ("Pending", unscheduled("1 node(s) had untolerated taint {a: b}"), "give --toleration"),
+    "image": ("Pending", waiting("ImagePullBackOff", "no such image"), "can't be pulled (no such image)"),
+    "memory": ("Running", waiting("CrashLoopBackOff", lastState=KILLED), "more memory than its limit of 16Gi"),
+    "crash": ("Running", waiting("CrashLoopBackOff", lastState={"terminated": {"exitCode": 3}}), "exit code 3"),
+    "secret": ("Pending", waiting("CreateContainerConfigError", 'secret "hub" not found'), 'secret "hub" not found'),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("here", kubectls()[-1:], indirect=True, ids=lambda path: path.name)
+@pytest.mark.parametrize("name", TROUBLES)
+def test_status_says_what_is_wrong(here: Here, name: str) -> None:
+    phase, status, said = TROUBLES[name]
+    add_job(here.cluster, pod(0), pod(1, phase, **status))
+    answer = here.cputrain("status", "qa")
+    assert answer.returncode == 0, answer.stderr
+    # The table wraps long sentences: words are compared, not lines.
+    words = " ".join(answer.stdout.replace("│", " ").split())
+    row = " ".join(word for word in words.split() if word not in ("qa-worker-1", phase, "0", "4", "node-a"))
+    assert said.split()[0] in row
+    assert all(word in row for word in said.split())
+
+
+def test_status_of_the_whole(here: Here) -> None:
+    assert "no TrainJob, PyTorchJob, MPIJob called 'qa'" in here.refused("status", "qa")
+    add_job(here.cluster, pod(0), pod(1, "Pending"), bound=False)
+    text = here.cputrain("status", "qa").stdout
+    assert "state: Created" in text
+    assert "the volume claim data is Pending, not Bound" in text
+    assert "the rendezvous isn't formed: 1 of 2 pods run" in text
+    here.cluster.objects.clear()
+    add_job(here.cluster, conditions=())
+    assert "no operator has looked at this PyTorchJob yet" in here.cputrain("status", "qa").stdout
+
+
+def test_watch_survives_a_dropped_connection_and_ends_with_the_job(here: Here) -> None:
+    drops = iter([True] * 3)
+    add_job(here.cluster, pod(0), pod(1), conditions=("Running", "Failed"))
+
+    def fault(method: str, path: str) -> str | None:
+        return "drop" if path.endswith("/pytorchjobs/qa") and next(drops, False) else None
+
+    here.cluster.fault = fault
+    answer = here.cputrain("status", "qa", "--watch")
+    assert answer.returncode == 1, answer.stderr
+    assert "state: Failed" in answer.stdout
+    assert "failed: said so" in answer.stdout
+
+
+# --- logs, delete ------------------------------------------------------------------------------------------------
+
+
+def test_logs_of_a_rank(here: Here) -> None:
+    add_job(here.cluster, pod(10), pod(2), pod(0))
+    here.cluster.logs = {"qa-worker-0": "zero\n", "qa-worker-2": "two\n", "qa-worker-10": "ten\n"}
+    assert here.cputrain("logs", "qa").stdout == "zero\n"
+    assert here.cputrain("logs", "qa", "--rank", "2", "-f").stdout == "ten\n"
+    assert "the ranks end at 2" in here.refused("logs", "qa", "--rank", "3")
+
+
+@pytest.mark.parametrize("with_data", [False, True])
+def test_delete_keeps_the_volume_unless_told(here: Here, with_data: bool) -> None:
+    add_job(here.cluster)
+    here.cluster.put("configmaps", plain(manifests.of_job(QA)[0]))
+    here.cluster.put("configmaps", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody-elses"}})
+    answer = here.cputrain("delete", "qa", *(["--with-data"] if with_data else []))
+    assert answer.returncode == 0, answer.stderr
+    assert here.cluster.kinds("pytorchjobs") == []
+    assert [value["metadata"]["name"] for value in here.cluster.kinds("configmaps")] == ["somebody-elses"]
+    assert len(here.cluster.kinds("persistentvolumeclaims")) == (0 if with_data else 1)
+
+
+def test_delete_without_permission(here: Here) -> None:
+    add_job(here.cluster)
+    here.cluster.fault = lambda method, path: (403, "Forbidden", "not yours") if method == "DELETE" else None
+    assert "not yours" in here.refused("delete", "qa", "--with-data")
+    assert len(here.cluster.kinds("persistentvolumeclaims")) == 1
+
+
+# --- copy --------------------------------------------------------------------------------------------------------
+
+
+def volume_of(here: Here) -> Path:
+    volume = here.folder / "volume"
+    (volume / "output" / "deep").mkdir(parents=True)
+    (volume / "output" / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
+    (volume / "output" / "deep" / "config.json").write_text("{}")
+    here.cluster.mounts = {"/data": volume}
+    return volume
+
+
+def test_copy_brings_the_model_and_leaves_no_pod(here: Here) -> None:
+    add_job(here.cluster)
+    volume = volume_of(here)
+    readers = []
+    here.cluster.fault = lambda method, path: readers.extend(here.cluster.kinds("pods"))  # type: ignore[func-returns-value]
+    answer = here.cputrain("copy", "qa", "/data/output", "model")
+    assert answer.returncode == 0, answer.stderr
+    assert "2 files are in model" in answer.stdout
+    for file in ("model.safetensors", "deep/config.json"):
+        assert (here.folder / "model" / file).read_bytes() == (volume / "output" / file).read_bytes()
+    assert here.cluster.kinds("pods") == []
+    [mount] = readers[0]["spec"]["containers"][0]["volumeMounts"]
+    assert mount["readOnly"]
+
+
+def test_copy_of_what_isnt_there(here: Here) -> None:
+    add_job(here.cluster)
+    volume_of(here)
+    assert "No such file" in here.refused("copy", "qa", "/data/none", "model")
+    assert "is on no volume of qa" in here.refused("copy", "qa", "/elsewhere", "model")
+    assert "must lie in the volume" in here.refused("copy", "qa", "/data/../etc", "model")
+    (here.folder / "there").mkdir()
+    assert "exists already" in here.refused("copy", "qa", "/data/output", "there")
+    assert not (here.folder / "model").exists()
+    assert not list(here.folder.glob(".model.*"))
+    assert here.cluster.kinds("pods") == []
+
+
+def test_an_archive_that_would_write_elsewhere_is_refused(here: Here) -> None:
+    add_job(here.cluster)
+    archive = io.BytesIO()
+    with tarfile.open(fileobj=archive, mode="w") as tar:
+        member = tarfile.TarInfo("../escaped")
+        tar.addfile(member, io.BytesIO())
+    programs = here.folder / "server"
+    programs.mkdir()
+    (programs / "evil.tar").write_bytes(archive.getvalue())
+    here.cluster.replies["tar"] = ["cat", str(programs / "evil.tar")]
+    assert "can't be unpacked safely" in here.refused("copy", "qa", "/data/output", "model")
+    assert not (here.folder / "escaped").exists()
+    assert here.cluster.kinds("pods") == []
+
+
+def test_ctrl_c_removes_the_reader(here: Here) -> None:
+    add_job(here.cluster)
+    here.cluster.replies["tar"] = ["sleep", "30"]
+    command = [sys.executable, "-m", "cputrain", "k8s", "copy", "qa", "/data/output", "model"]
+    # A group of its own, so that kubectl gets the signal as a terminal's Ctrl-C would send it.
+    process = subprocess.Popen(
+        command, env=here.environ, cwd=here.folder, start_new_session=True, stderr=subprocess.PIPE
+    )
+    deadline = time.monotonic() + 60
+    while not any(path.endswith("/exec") for _, path in list(here.cluster.requests)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert here.cluster.kinds("pods")
+    os.killpg(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode != 0
+    assert here.cluster.kinds("pods") == []
+    assert not list(here.folder.glob("*model*"))
+
+
+def test_check_with_the_clusters_own_schemas(here: Here) -> None:
+    schema = {"type": "object", "properties": {"apiVersion": {"type": "string"}, "kind": {"type": "string"}}}
+    definition = {
+        "apiVersion": "apiextensions.k8s.io/v1",
+        "kind": "CustomResourceDefinition",
+        "metadata": {"name": "pytorchjobs.kubeflow.org"},
+        "spec": {
+            "group": "kubeflow.org",
+            "names": {"kind": "PyTorchJob"},
+            "versions": [{"name": "v1", "schema": {"openAPIV3Schema": schema}}],
+        },
+    }
+    assert "none of Kubeflow's definitions" in here.refused("check", "--cluster", "-", given="a: b")
+    here.cluster.put("customresourcedefinitions", json.loads(json.dumps(definition)), "")
+    answer = here.cputrain("check", "--cluster", "-", given=manifests.job_text(Job("qa", "x:1", "a.py")))
+    assert answer.returncode == 1
+    assert "spec is not a field that exists here" in answer.stdout
