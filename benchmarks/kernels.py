@@ -102,7 +102,7 @@ def post_norm() -> Iterator[Case]:
         y, residual, grad = (torch.randn(rows, cols) for _ in range(3))
         bias, weight, beta = (torch.randn(cols) for _ in range(3))
         for p in (0.1, 0.0):
-            _, mean, rstd = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
+            _, mean, rstd, _ = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
             leaves = [t.clone().requires_grad_() for t in (y, bias, residual, weight, beta)]
 
             def twin(leaves=leaves, p=p):
@@ -149,7 +149,7 @@ def activation() -> Iterator[Case]:
         out = plain(*leaves, kind)
         yield Case(
             _name(f"{kind} backward and value", rows, cols),
-            lambda g=grad, h=h, b=bias, k=kind: activation_backward(g, h, b, k, want_activation=True),
+            lambda g=grad, h=h, b=bias, k=kind: activation_backward(g, h, b, k, torch.empty_like(h)),
             lambda out=out, leaves=leaves, g=grad: _gradients(out, leaves, g),
             bytes_moved=4 * h.nbytes,
         )
@@ -190,7 +190,7 @@ def attention() -> Iterator[Case]:
     """Forward and backward together, the product of queries, keys and values being given; operations of 7 products."""
     import torch
 
-    from cputrain.ops.attention import Sequences, packed_attention
+    from cputrain.ops.attention import Sequences, attention, split_packed
 
     for lengths, size in (([384] * 12, 32), ([384] * 4, 64), (TEXT, 32), (TEXT, 64)):
         sequences, heads, longest = Sequences.from_lengths(lengths), 12, max(lengths)
@@ -201,7 +201,7 @@ def attention() -> Iterator[Case]:
         for p in (0.1, 0.0):
 
             def ours(qkv=qkv, sequences=sequences, grad=grad, size=size, p=p):
-                out = packed_attention(qkv, sequences, heads=12, scale=size**-0.5, p=p)
+                out = attention(*split_packed(qkv, 12), sequences, scale=size**-0.5, p=p)
                 return torch.autograd.grad(out, qkv, grad)
 
             def stock(padded=padded, grad=padded_grad, p=p):

@@ -3,7 +3,8 @@
     python benchmarks/training.py --model minilm --lengths full squad --isa avx2 --report
 
 Each side has a process of its own; their steps alternate, and the ratio is the median over neighbouring steps. A step
-is forward, backward, `clip_grad_norm_`, AdamW and `zero_grad`, with dropout 0.1. `--against stock` compares stock with
+is forward, backward, `clip_grad_norm_`, AdamW and `zero_grad`, with dropout 0.1. `--baseline` puts another side in
+stock's place: stock under autocast (stock-bf16), or cputrain in one precision. `--against stock` compares stock with
 itself, which shows how far the method can be trusted.
 """
 
@@ -61,6 +62,15 @@ SHAPES = {
     "large": Shape(layers=24, hidden=1024, heads=16, batch=2),
 }
 
+# What `--baseline` can be, as the report's title says it; its columns say "stock" whichever it is.
+BASELINES = {
+    "stock": "stock PyTorch",
+    "stock-bf16": "stock PyTorch under autocast to bf16 (the columns called stock)",
+    "fp32": "cputrain in fp32 (the columns called stock)",
+    "bf16": "cputrain in bf16 (the columns called stock)",
+    "int16": "cputrain in int16 (the columns called stock)",
+}
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -87,10 +97,14 @@ def sample_lengths(kind: str, batch: int, seed: int) -> list[int]:
     return torch.lerp(percentiles[below], percentiles[below + 1], share).round().long().tolist()
 
 
+def is_ours(side: str) -> bool:
+    return not side.startswith("stock")
+
+
 class Training:
     """One side's model, optimizer and steps."""
 
-    def __init__(self, settings: Settings, *, ours: bool) -> None:
+    def __init__(self, settings: Settings, side: str) -> None:
         import torch
         from transformers import BertConfig, BertForQuestionAnswering
 
@@ -109,10 +123,12 @@ class Training:
         )
         self.model = BertForQuestionAnswering(config).train()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=5e-5)
-        if ours:
+        self.autocast = torch.autocast("cpu", torch.bfloat16, enabled=side == "stock-bf16")
+        if is_ours(side):
             import cputrain
 
-            cputrain.optimize(self.model, self.optimizer, dtype=settings.dtype, padding=settings.padding)
+            dtype = settings.dtype if side == "cputrain" else side
+            cputrain.optimize(self.model, self.optimizer, dtype=dtype, padding=settings.padding)
 
     def batch(self, number: int) -> tuple[dict[str, Any], list[int]]:
         import torch
@@ -130,7 +146,8 @@ class Training:
 
         batch, lengths = self.batch(number)
         begin, begin_cpu = time.perf_counter(), time.process_time()
-        loss = self.model(**batch).loss
+        with self.autocast:
+            loss = self.model(**batch).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
@@ -161,7 +178,7 @@ def matmul_peak(size: int = 2048, tries: int = 4) -> Answer:
 
 
 def run_side(name: str, settings: Settings) -> None:
-    training = Training(settings, ours=name == "cputrain")
+    training = Training(settings, name)
     serve(
         {
             "step": training.step,
@@ -174,8 +191,8 @@ def run_side(name: str, settings: Settings) -> None:
 def compare(settings: Settings, arguments: argparse.Namespace) -> Answer:
     """All that one row of the report says."""
     sides = [
-        Side(name, __file__, asdict(settings), environment(arguments.isa, settings.threads, ours=name == "cputrain"))
-        for name in ("stock", arguments.against)
+        Side(name, __file__, asdict(settings), environment(arguments.isa, settings.threads, ours=is_ours(name)))
+        for name in (arguments.baseline, arguments.against)
     ]
     try:
         pairs = []
@@ -246,7 +263,9 @@ def report(results: list[Answer], arguments: argparse.Namespace) -> str:
     peaks = ", ".join(f"{result['matmul_gflops']:.0f}" for result in results)
     waiting = ", ".join(f"{ms:.0f}" for result in results for ms in result["ms_of_cpu_while_waiting"])
     settings = {
-        "stock environment": str(environment(arguments.isa, arguments.threads, ours=False)),
+        f"{arguments.baseline} environment": str(
+            environment(arguments.isa, arguments.threads, ours=is_ours(arguments.baseline))
+        ),
         f"{arguments.against} environment": str(environment(arguments.isa, arguments.threads, ours=True)),
         "dtype / padding of optimize": f"{arguments.dtype} / {arguments.padding}",
         "dropout, vocabulary, seed": f"{DROPOUT}, {VOCABULARY}, {arguments.seed}",
@@ -255,7 +274,7 @@ def report(results: list[Answer], arguments: argparse.Namespace) -> str:
         "arithmetic peak, GFLOP/s": f"{peaks} (best fp32 product of two 2048 x 2048 matrices by torch in the same run)",
     }
     return (
-        f"# A training step: stock PyTorch against {arguments.against}\n\n    {command}\n\n"
+        f"# A training step: {BASELINES[arguments.baseline]} against {arguments.against}\n\n    {command}\n\n"
         "Two processes, steps in turns; the ratio is the median over neighbouring steps. The share of the peak counts\n"
         "the arithmetic of real tokens only. On a busy machine the ratio of CPU time is the steadier one.\n\n"
         + table([row(result) for result in results])
@@ -268,6 +287,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", nargs="+", default=["minilm"], choices=list(SHAPES))
     parser.add_argument("--lengths", nargs="+", default=["full"], choices=["full", "squad"])
+    parser.add_argument("--baseline", default="stock", choices=list(BASELINES), help="what it is compared with")
     parser.add_argument("--against", default="cputrain", choices=["cputrain", "stock"])
     parser.add_argument("--batch", type=int, help="rows of a batch (minilm 12, base 4, large 2)")
     parser.add_argument("--steps", type=int, default=10)
@@ -298,6 +318,7 @@ def main() -> None:
     print(json.dumps(results, indent=2) if arguments.json else text)
     if arguments.report:
         special = [name for name in (arguments.isa, arguments.dtype) if name not in ("native", "auto", "fp32")]
+        special += [f"over_{arguments.baseline}"] if arguments.baseline != "stock" else []
         path = report_path("_".join(["training", *special]))
         path.write_text(text)
         print(f"wrote {path}", file=sys.stderr)

@@ -24,14 +24,17 @@
 CPUTRAIN_EXPORT void KERNEL(dropout)(const float* x, float* y, int64_t rows, int64_t cols, float p,
                                      uint64_t key);
 
+// Where a kernel takes `kept` (or null), it writes what the backward pass needs there as bf16; the
+// backward pass has a flag `bf16` that says so.
+//
 // out = activation(h + bias); kind: 0 identity, 1 relu, 2 silu, 3 gelu, 4 gelu by tanh. bias or
-// null. out may be h.
-CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t rows,
-                                        int64_t cols, int64_t kind);
+// null. kept receives h. out may be h.
+CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float* out, void* kept,
+                                        int64_t rows, int64_t cols, int64_t kind);
 
 // grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column
 // sums of grad_h. bias and grad_bias or null, both. grad_h may be grad.
-CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const float* h,
+CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16,
                                                  const float* bias, float* grad_h, float* value,
                                                  float* grad_bias, int64_t rows, int64_t cols,
                                                  int64_t kind);
@@ -42,16 +45,17 @@ CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, con
                                         float* out, float* mean, float* rstd, int64_t rows,
                                         int64_t cols, float eps);
 
-// z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y.
+// z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y; if
+// `kept` receives it, z itself is not written and may be null.
 CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
-                                       const float* weight, const float* beta, float* z, float* out,
-                                       float* mean, float* rstd, int64_t rows, int64_t cols,
-                                       float eps, float p, uint64_t key);
+                                       const float* weight, const float* beta, float* z, void* kept,
+                                       float* out, float* mean, float* rstd, int64_t rows,
+                                       int64_t cols, float eps, float p, uint64_t key);
 
 // The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
 // null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that.
 // weight, grad_weight, grad_beta, grad_bias or null. grad_z may be grad_out.
-CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const float* z,
+CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t bf16,
                                                  const float* mean, const float* rstd,
                                                  const float* weight, const float* grad_sum,
                                                  float* grad_z, float* grad_y, float* grad_weight,
@@ -111,7 +115,7 @@ CPUTRAIN_EXPORT void KERNEL(scale)(int64_t count, const int64_t* sizes, float* c
 // Attention over sequences that lie behind one another in the token dimension. (tokens, heads,
 // size) with the last dimension contiguous; ops/attention.py mirrors the structures.
 struct HeadTensor {
-  float* data;
+  void* data;  // of float, but see bf16 below
   int64_t token_stride, head_stride;
 };
 // (sequences, heads, queries, keys), keys contiguous; a stride is 0 where sequences or heads share
@@ -127,6 +131,7 @@ struct AttentionProblem {
   const int64_t *starts, *lengths;  // of the sequences, in tokens
   const int64_t* order;             // the sequences' numbers, longest first
   int64_t sequences, total, heads, kv_heads, size, causal;
+  int64_t bf16;  // q, k, v and out are bf16; in the backward pass only
   float scale, p;
   uint64_t key;
 };

@@ -8,7 +8,7 @@ import shutil
 import pytest
 import torch
 
-from cputrain import hardware, native
+from cputrain import hardware, native, precision
 
 _ORDER = ["portable", "avx2", "avx512"]
 RUNNABLE = _ORDER[: _ORDER.index(hardware.best_isa(environ={})[0]) + 1]
@@ -33,6 +33,14 @@ def threads(request):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(int(os.environ.get("CPUTRAIN_TEST_SEED", "0")))
+
+
+@pytest.fixture(autouse=True)
+def auto_is_fp32(request, monkeypatch):
+    """Tests that name no precision run in fp32, whatever this CPU is fast at; `chooses_precision` leaves the choice."""
+    if request.node.get_closest_marker("chooses_precision") is None:
+        choice = precision.Choice("fp32", "fp32", "auto: fixed for tests")
+        monkeypatch.setattr(precision, "automatic", lambda: choice)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -63,20 +63,22 @@ struct GeluTanh {
 // of work.
 constexpr int64_t kAhead = 512;
 
-template <class Kind, bool kBias>
-void forward_row(const float* h, const float* bias, float* out, int64_t cols) {
+template <class Kind, bool kBias, bool kKeep>
+void forward_row(const float* h, const float* bias, float* out, Bf16* kept, int64_t cols) {
   for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
     fetch(h + c + kAhead);
     fetch_to_write(out + c + kAhead);
+    if (kKeep) fetch_to_write(kept + c + kAhead);
     Vec x = part.load(h + c);
+    if (kKeep) part.store(kept + c, x);
     if (kBias) x += part.load(bias + c);
     part.store(out + c, Kind::value(x));
   });
 }
 
 // add_bias is the row of sums that the bias' gradient goes to.
-template <class Kind, bool kBias, bool kValue>
-void backward_row(const float* grad, const float* h, const float* bias, float* grad_h, float* value,
+template <class Kind, class H, bool kBias, bool kValue>
+void backward_row(const float* grad, const H* h, const float* bias, float* grad_h, float* value,
                   float* add_bias, int64_t cols) {
   for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
     fetch(h + c + kAhead);
@@ -92,47 +94,50 @@ void backward_row(const float* grad, const float* h, const float* bias, float* g
   });
 }
 
-using ForwardRow = decltype(&forward_row<Identity, true>);
-using BackwardRow = decltype(&backward_row<Identity, true, true>);
+using ForwardRow = void (*)(const float*, const float*, float*, Bf16*, int64_t);
+template <class H>
+using BackwardRow = void (*)(const float*, const H*, const float*, float*, float*, float*, int64_t);
 
 template <class Kind>
-ForwardRow forward_of(bool bias) {
-  return bias ? forward_row<Kind, true> : forward_row<Kind, false>;
+ForwardRow forward_of(bool bias, bool keep) {
+  return bias ? (keep ? forward_row<Kind, true, true> : forward_row<Kind, true, false>)
+              : (keep ? forward_row<Kind, false, true> : forward_row<Kind, false, false>);
 }
 
-template <class Kind>
-BackwardRow backward_of(bool bias, bool value) {
-  return bias ? (value ? backward_row<Kind, true, true> : backward_row<Kind, true, false>)
-              : (value ? backward_row<Kind, false, true> : backward_row<Kind, false, false>);
+template <class Kind, class H>
+BackwardRow<H> backward_of(bool bias, bool value) {
+  return bias ? (value ? backward_row<Kind, H, true, true> : backward_row<Kind, H, true, false>)
+              : (value ? backward_row<Kind, H, false, true> : backward_row<Kind, H, false, false>);
 }
 
 // The numbers are those of KINDS in ops/activation.py.
-ForwardRow forward_of(int64_t kind, bool bias) {
+ForwardRow forward_of(int64_t kind, bool bias, bool keep) {
   switch (kind) {
     case 0:
-      return forward_of<Identity>(bias);
+      return forward_of<Identity>(bias, keep);
     case 1:
-      return forward_of<Relu>(bias);
+      return forward_of<Relu>(bias, keep);
     case 2:
-      return forward_of<Silu>(bias);
+      return forward_of<Silu>(bias, keep);
     case 3:
-      return forward_of<Gelu>(bias);
+      return forward_of<Gelu>(bias, keep);
     default:
-      return forward_of<GeluTanh>(bias);
+      return forward_of<GeluTanh>(bias, keep);
   }
 }
-BackwardRow backward_of(int64_t kind, bool bias, bool value) {
+template <class H>
+BackwardRow<H> backward_of(int64_t kind, bool bias, bool value) {
   switch (kind) {
     case 0:
-      return backward_of<Identity>(bias, value);
+      return backward_of<Identity, H>(bias, value);
     case 1:
-      return backward_of<Relu>(bias, value);
+      return backward_of<Relu, H>(bias, value);
     case 2:
-      return backward_of<Silu>(bias, value);
+      return backward_of<Silu, H>(bias, value);
     case 3:
-      return backward_of<Gelu>(bias, value);
+      return backward_of<Gelu, H>(bias, value);
     default:
-      return backward_of<GeluTanh>(bias, value);
+      return backward_of<GeluTanh, H>(bias, value);
   }
 }
 
@@ -150,22 +155,11 @@ struct Pieces {
 
 constexpr int64_t kFewActivations = 4096;  // a dozen cycles for a vector of them: some microseconds
 
-}  // namespace
-
-void KERNEL(activation)(const float* h, const float* bias, float* out, int64_t rows, int64_t cols,
-                        int64_t kind) {
+template <class H>
+void activation_backward(const float* grad, const H* h, const float* bias, float* grad_h,
+                         float* value, float* grad_bias, int64_t rows, int64_t cols, int64_t kind) {
   const Pieces pieces(rows, cols, bias);
-  const ForwardRow forward = forward_of(kind, bias);
-#pragma omp parallel for schedule(static) if (pieces.total > kFewActivations)
-  for (int64_t r = 0; r < pieces.rows; r++)
-    forward(h + r * pieces.cols, bias, out + r * pieces.cols, pieces.width(r));
-}
-
-void KERNEL(activation_backward)(const float* grad, const float* h, const float* bias,
-                                 float* grad_h, float* value, float* grad_bias, int64_t rows,
-                                 int64_t cols, int64_t kind) {
-  const Pieces pieces(rows, cols, bias);
-  const BackwardRow backward = backward_of(kind, bias, value);
+  const BackwardRow<H> backward = backward_of<H>(kind, bias, value);
   const RowChunks chunks(pieces.rows, bias ? 32 : 1);
   const ColumnSums sums(chunks, 1, bias ? cols : 0);
 #pragma omp parallel if (pieces.total > kFewActivations)
@@ -181,4 +175,26 @@ void KERNEL(activation_backward)(const float* grad, const float* h, const float*
     }
     if (bias) sums.total(0, grad_bias);
   }
+}
+
+}  // namespace
+
+void KERNEL(activation)(const float* h, const float* bias, float* out, void* kept, int64_t rows,
+                        int64_t cols, int64_t kind) {
+  const Pieces pieces(rows, cols, bias);
+  const ForwardRow forward = forward_of(kind, bias, kept);
+#pragma omp parallel for schedule(static) if (pieces.total > kFewActivations)
+  for (int64_t r = 0; r < pieces.rows; r++) {
+    const int64_t at = r * pieces.cols;
+    forward(h + at, bias, out + at, kept ? (Bf16*)kept + at : nullptr, pieces.width(r));
+  }
+}
+
+void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16, const float* bias,
+                                 float* grad_h, float* value, float* grad_bias, int64_t rows,
+                                 int64_t cols, int64_t kind) {
+  if (bf16)
+    activation_backward(grad, (const Bf16*)h, bias, grad_h, value, grad_bias, rows, cols, kind);
+  else
+    activation_backward(grad, (const float*)h, bias, grad_h, value, grad_bias, rows, cols, kind);
 }

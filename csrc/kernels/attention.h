@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "api.h"
+#include "bf16.h"
 #include "random.h"
 #include "scratch.h"
 #include "tile_product.h"
@@ -44,8 +45,10 @@ inline bool worth_threads(const AttentionProblem& problem, int64_t max_length) {
   return problem.sequences * problem.heads * max_length * max_length * problem.size > 1 << 17;
 }
 
-inline float* head_rows(const HeadTensor& x, int64_t token, int64_t head) {
-  return x.data + token * x.token_stride + head * x.head_stride;
+// T is float, or Bf16 for what the forward pass has kept so.
+template <class T = float>
+inline T* head_rows(const HeadTensor& x, int64_t token, int64_t head) {
+  return (T*)x.data + token * x.token_stride + head * x.head_stride;
 }
 
 // One sequence of one query head: where its rows are, and how its tiles of scores are masked and
@@ -85,14 +88,15 @@ inline int64_t visible_keys(const Head& head, int64_t query, int64_t first_key, 
 // Rows of one head are as far apart as the whole hidden size, too far for the hardware to foresee
 // the next one.
 constexpr int64_t kRowsAhead = 12;  // about a main memory's latency, at a dozen cycles a row
-template <bool kWrite>
-inline void prefetch_row(const float* row, int64_t size) {
-  for (int64_t c = 0; c < size; c += kLine) __builtin_prefetch(row + c, kWrite);
+template <bool kWrite, class T>
+inline void prefetch_row(const T* row, int64_t size) {
+  for (int64_t c = 0; c < size; c += 64 / sizeof(T)) __builtin_prefetch(row + c, kWrite);
 }
 
 // Copies rows × d times `factor` into rows of whole vectors; the rest of the last vector is zero.
-inline void pack_rows(const float* from, int64_t from_stride, int64_t rows, int64_t size,
-                      float factor, float* to, int64_t to_stride) {
+template <class T>
+inline void pack_rows(const T* from, int64_t from_stride, int64_t rows, int64_t size, float factor,
+                      float* to, int64_t to_stride) {
   const int tail = (int)(size % kWidth);
   for (int64_t r = 0; r < rows; r++, from += from_stride, to += to_stride) {
     int64_t c = 0;
@@ -133,8 +137,8 @@ inline void transpose(Vec* rows) {
 
 // A square of `rows` × `columns` (kWidth of both if kWhole) from rows to columns; missing rows are
 // zero.
-template <bool kWhole>
-inline void transpose_square(const float* from, int64_t from_stride, int64_t rows, int64_t columns,
+template <bool kWhole, class T>
+inline void transpose_square(const T* from, int64_t from_stride, int64_t rows, int64_t columns,
                              float* to, int64_t to_stride) {
   Vec square[kWidth];
 #pragma GCC unroll 16
@@ -159,11 +163,12 @@ inline int64_t transposed_offset(int64_t key, int64_t size) {
 
 // Copies L × d into tiles of d × kKeyTile, each kScoreStride wide; keys beyond L up to a whole
 // vector are zero.
-inline void pack_transposed(const float* from, int64_t from_stride, int64_t length, int64_t size,
+template <class T>
+inline void pack_transposed(const T* from, int64_t from_stride, int64_t length, int64_t size,
                             float* to) {
   for (int64_t first = 0; first < length; first += kWidth) {
     float* tile = to + transposed_offset(first, size);
-    const float* rows = from + first * from_stride;
+    const T* rows = from + first * from_stride;
     for (int r = 0; r < kWidth; r++) prefetch_row<false>(rows + (kWidth + r) * from_stride, size);
     for (int64_t c = 0; c < size; c += kWidth) {
       const int64_t height = length - first, width = size - c;

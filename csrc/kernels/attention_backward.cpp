@@ -47,9 +47,10 @@ Workspace workspace(float* memory, int64_t length, int64_t size) {
 }
 
 // Lays out dO times dropout's factor, and D on the way.
+template <class T>
 void pack_out_grad(const AttentionProblem& problem, const HeadTensor& grad, const Head& head,
                    const Workspace& work) {
-  const float* out = head_rows(problem.out, head.start, head.number);
+  const T* out = head_rows<T>(problem.out, head.start, head.number);
   const float* from = head_rows(grad, head.start, head.number);
   float* to = work.out_grad;
   const int tail = (int)(problem.size % kWidth);
@@ -170,12 +171,13 @@ void tile(const AttentionProblem& problem, const Head& head, const Share& share,
                                              work.queries_grad + first_query * stride, stride);
 }
 
+template <class T>
 void query_head(const AttentionProblem& problem, const AttentionGradients& grads, const Head& head,
                 const Share& share, float* bias_grad, const Workspace& work) {
   const int64_t size = problem.size, stride = work.stride;
-  pack_rows(head_rows(problem.q, head.start, head.number), problem.q.token_stride, head.length,
+  pack_rows(head_rows<T>(problem.q, head.start, head.number), problem.q.token_stride, head.length,
             size, problem.scale * kLog2e, work.queries, stride);
-  pack_out_grad(problem, grads.out, head, work);
+  pack_out_grad<T>(problem, grads.out, head, work);
   float* const queries_grad = work.queries_grad + share.from_query * stride;
   const int64_t queries = share.to_query - share.from_query;
   memset(queries_grad, 0, queries * stride * sizeof(float));
@@ -192,6 +194,8 @@ void query_head(const AttentionProblem& problem, const AttentionGradients& grads
                 grads.q.token_stride);
 }
 
+// T is what q, k, v and out are.
+template <class T>
 void attend_backward(const AttentionProblem& problem, const AttentionGradients& grads,
                      int64_t sequence, int64_t kv_head, int64_t part, int64_t parts,
                      const Workspace& work) {
@@ -200,7 +204,8 @@ void attend_backward(const AttentionProblem& problem, const AttentionGradients& 
   const Share share = share_of(length, part, parts);
   const int64_t keys = share.to_key - share.from_key;
   if (keys <= 0 || share.to_query <= share.from_query) return;
-  const float *k = head_rows(problem.k, start, kv_head), *v = head_rows(problem.v, start, kv_head);
+  const T *k = head_rows<T>(problem.k, start, kv_head),
+          *v = head_rows<T>(problem.v, start, kv_head);
   pack_rows(k, problem.k.token_stride, length, size, 1.f, work.keys, stride);
   pack_transposed(k, problem.k.token_stride, length, size, work.keys_transposed);
   pack_transposed(v, problem.v.token_stride, length, size, work.values_transposed);
@@ -212,7 +217,7 @@ void attend_backward(const AttentionProblem& problem, const AttentionGradients& 
     const BiasTensor& bias = grads.bias;
     float* bias_grad =
         bias.data ? bias.data + sequence * bias.sequence_stride + h * bias.head_stride : nullptr;
-    query_head(problem, grads, head_of(problem, sequence, h), share, bias_grad, work);
+    query_head<T>(problem, grads, head_of(problem, sequence, h), share, bias_grad, work);
   }
   if (!share.keys) return;
   // The keys were multiplied by queries that carry log2 e.
@@ -236,6 +241,7 @@ void KERNEL(attention_backward)(const AttentionProblem* problem, const Attention
   const int64_t sequence_tasks = serial_sequences ? sequences / serial_sequences : 0;
   const int64_t head_tasks = kv_heads / serial_heads, pairs = sequence_tasks * head_tasks;
   const int64_t threads = omp_get_max_threads();
+  const auto attend = problem->bf16 ? attend_backward<Bf16> : attend_backward<float>;
   const int64_t parts =
       bias.data || !pairs || pairs >= threads ? 1 : 2 * ((threads + pairs - 1) / pairs);
 #pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
@@ -244,7 +250,7 @@ void KERNEL(attention_backward)(const AttentionProblem* problem, const Attention
     const int64_t pair = task / parts;
     for (int64_t s = 0; s < serial_sequences; s++)
       for (int64_t h = 0; h < serial_heads; h++)
-        attend_backward(*problem, *grads, problem->order[pair / head_tasks + s],
-                        pair % head_tasks + h, task % parts, parts, work);
+        attend(*problem, *grads, problem->order[pair / head_tasks + s], pair % head_tasks + h,
+               task % parts, parts, work);
   }
 }

@@ -7,6 +7,7 @@
 
 #include <cstdlib>
 
+#include "bf16.h"
 #include "random.h"
 
 namespace {
@@ -20,16 +21,29 @@ constexpr int kChains = 4;
 // others.
 constexpr int64_t kFewElements = 16384;
 
+// T is float or Bf16.
 struct Whole {
-  Vec load(const float* p) const { return ::load(p); }
-  void store(float* p, Vec v) const { ::store(p, v); }
+  template <class T>
+  Vec load(const T* p) const {
+    return ::load(p);
+  }
+  template <class T>
+  void store(T* p, Vec v) const {
+    ::store(p, v);
+  }
   Vec only(Vec v) const { return v; }
 };
 
 struct Part {
   int count;
-  Vec load(const float* p) const { return load_part(p, count); }
-  void store(float* p, Vec v) const { store_part(p, v, count); }
+  template <class T>
+  Vec load(const T* p) const {
+    return load_part(p, count);
+  }
+  template <class T>
+  void store(T* p, Vec v) const {
+    store_part(p, v, count);
+  }
   // Zero beyond the row's end, for sums of what isn't zero for a zero.
   Vec only(Vec v) const { return select((VecI)lane_numbers() < count, v, Vec{}); }
 };
@@ -40,8 +54,11 @@ struct Part {
 // early, gradients of two outputs took 0.6 of the time (Emerald Rapids). Beyond the end of an array
 // both do nothing, and so does prefetchw on a CPU without it. Always inline: GCC 12 takes a
 // function that only prefetches for one without effect, and drops the call.
-INLINE_BODY inline void fetch(const float* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-INLINE_BODY inline void fetch_to_write(float* p) { asm volatile("prefetchw %0" : : "m"(*p)); }
+INLINE_BODY inline void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
+template <class T>
+INLINE_BODY inline void fetch_to_write(T* p) {
+  asm volatile("prefetchw %0" : : "m"(*p));
+}
 
 inline float sum_of_chains(const Vec* sums) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));

@@ -2,6 +2,7 @@
 #include "layer_norm.h"
 
 #include "api.h"
+#include "scratch.h"
 
 namespace {
 
@@ -21,9 +22,18 @@ float join_row(const float* y, const float* bias, const float* residual, float* 
   return sum_of_chains(sums);
 }
 
-// Everything that the backward of some rows reads and writes.
+// A row, rounded to bf16.
+void keep_row(const float* z, Bf16* kept, int64_t cols) {
+  for_columns(
+      cols, [&](int64_t c, int, auto part) INLINE_BODY { part.store(kept + c, part.load(z + c)); });
+}
+
+// Everything that the backward of some rows reads and writes; Z is float or Bf16.
+template <class Z>
 struct Backward {
-  const float *grad_out, *z, *mean, *rstd, *weight, *grad_sum;
+  const float* grad_out;
+  const Z* z;
+  const float *mean, *rstd, *weight, *grad_sum;
   float *grad_z, *grad_y;
   int64_t cols;
   DropoutRate rate;
@@ -51,6 +61,13 @@ struct Backward {
       rows<kRowsTogether, kDropout, kBias>(r, add);
     for (; r < last; r++) rows<1, kDropout, kBias>(r, add);
   }
+
+  void chunk(int64_t first, int64_t last, NormSums add, bool bias) const {
+    if (rate.threshold)
+      bias ? chunk<true, true>(first, last, add) : chunk<true, false>(first, last, add);
+    else
+      bias ? chunk<false, true>(first, last, add) : chunk<false, false>(first, last, add);
+  }
 };
 
 }  // namespace
@@ -68,27 +85,30 @@ void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, 
 }
 
 void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
-                       const float* weight, const float* beta, float* z, float* out, float* mean,
-                       float* rstd, int64_t rows, int64_t cols, float eps, float p, uint64_t key) {
+                       const float* weight, const float* beta, float* z, void* kept, float* out,
+                       float* mean, float* rstd, int64_t rows, int64_t cols, float eps, float p,
+                       uint64_t key) {
   const DropoutRate rate(p);
   const auto join = bias ? (p > 0 ? join_row<true, true> : join_row<true, false>)
                          : (p > 0 ? join_row<false, true> : join_row<false, false>);
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t at = r * cols;
-    const float total = join(y + at, bias, residual + at, z + at, cols, row_key(key, r), rate);
-    const Moments m = moments(z + at, cols, total, eps, residual + at + cols);
+    float* const row = kept ? thread_scratch(cols) : z + at;
+    const float total = join(y + at, bias, residual + at, row, cols, row_key(key, r), rate);
+    const Moments m = moments(row, cols, total, eps, residual + at + cols);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
-    normalise_row(z + at, m, weight, beta, out + at, cols);
+    normalise_row(row, m, weight, beta, out + at, cols);
+    if (kept) keep_row(row, (Bf16*)kept + at, cols);
   }
 }
 
-void KERNEL(layer_norm_backward)(const float* grad_out, const float* z, const float* mean,
-                                 const float* rstd, const float* weight, const float* grad_sum,
-                                 float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
-                                 float* grad_bias, int64_t rows, int64_t cols, float p,
-                                 uint64_t key) {
+void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t bf16,
+                                 const float* mean, const float* rstd, const float* weight,
+                                 const float* grad_sum, float* grad_z, float* grad_y,
+                                 float* grad_weight, float* grad_beta, float* grad_bias,
+                                 int64_t rows, int64_t cols, float p, uint64_t key) {
   const RowChunks chunks(rows);
   const ColumnSums sums(chunks, 4, cols);
   if (!weight && rows > 0) {
@@ -96,18 +116,20 @@ void KERNEL(layer_norm_backward)(const float* grad_out, const float* z, const fl
     for (int64_t c = 0; c < cols; c++) ones[c] = 1.f;
     weight = ones;
   }
-  const Backward backward = {grad_out, z,      mean, rstd,           weight, grad_sum,
-                             grad_z,   grad_y, cols, DropoutRate(p), key};
-  const auto chunk_backward =
-      p > 0 ? (grad_bias ? &Backward::chunk<true, true> : &Backward::chunk<true, false>)
-            : (grad_bias ? &Backward::chunk<false, true> : &Backward::chunk<false, false>);
+  const DropoutRate rate(p);
+  const Backward<float> of_floats = {grad_out, (const float*)z, mean, rstd, weight, grad_sum,
+                                     grad_z,   grad_y,          cols, rate, key};
+  const Backward<Bf16> of_bf16 = {grad_out, (const Bf16*)z, mean, rstd, weight, grad_sum,
+                                  grad_z,   grad_y,         cols, rate, key};
 #pragma omp parallel if (rows * cols > kFewElements)
   {
 #pragma omp for schedule(static)
     for (int64_t chunk = 0; chunk < chunks.count; chunk++) {
       const NormSums add = {sums.row(chunk, 0), sums.row(chunk, 1), sums.row(chunk, 2)};
       sums.clear(chunk, 3);
-      (backward.*chunk_backward)(chunks.first(chunk), chunks.last(chunk), add);
+      const int64_t first = chunks.first(chunk), last = chunks.last(chunk);
+      bf16 ? of_bf16.chunk(first, last, add, grad_bias)
+           : of_floats.chunk(first, last, add, grad_bias);
     }
     sums.total(0, grad_weight);
     sums.total(1, grad_beta);

@@ -64,8 +64,8 @@ constexpr int kRowsTogether = 2;
 
 // The first pass of the backward, over kRows rows at once (cols apart): what is added up over the
 // rows is loaded and stored once for all of them, and one row's sums need not wait for another's.
-template <int kRows>
-inline void grad_means(const float* grad, const float* x, const Moments* m, const float* weight,
+template <int kRows, class X>
+inline void grad_means(const float* grad, const X* x, const Moments* m, const float* weight,
                        NormSums add, int64_t cols, GradMeans* means) {
   constexpr int kEach = kChains / kRows;  // chains of sums for each row
   Vec sums[kRows][kEach] = {}, products[kRows][kEach] = {};
@@ -95,8 +95,8 @@ inline void grad_means(const float* grad, const float* x, const Moments* m, cons
 // The second pass: grad_x = rstd·(g - mean(g) - x̂·mean(g·x̂)) + also (the gradient that reached x by
 // another way, or null). grad_x may be grad. With dropout, grad_y (of what was dropped before it
 // became part of x) is grad_x · factors; kBias adds that up, too.
-template <bool kDropout, bool kBias>
-inline void norm_grad_row(const float* grad, const float* x, Moments m, GradMeans means,
+template <bool kDropout, bool kBias, class X>
+inline void norm_grad_row(const float* grad, const X* x, Moments m, GradMeans means,
                           const float* weight, const float* also, float* grad_x, float* grad_y,
                           NormSums add, int64_t cols, RowKey key = {},
                           DropoutRate rate = DropoutRate(0.f)) {

@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "bf16.h"
 #include "matmul_layout.h"
 #include "matmul_quantise.h"
 
@@ -19,21 +20,6 @@ constexpr int kTaskVecs = kTaskColumns / kWidth;
 constexpr int64_t kTaskRows = 32;  // whole panels of either role, and a divisor of every block
 static_assert(kTaskRows % kTileCols == 0 && kTaskRows % kTileRows == 0 &&
               kDepthStep % kTaskRows == 0);
-
-// The upper half of a float.
-struct Bf16 {
-  uint16_t bits;
-};
-
-inline Vec load(const Bf16* p) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#elif defined(__AVX2__)
-  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-#else
-  return (Vec)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
-#endif
-}
 
 // 16-bit words of lo and hi, lane by lane of 128 bits; then 32-bit and 64-bit interleaving, ditto.
 #if defined(__AVX512F__)

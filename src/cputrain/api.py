@@ -69,11 +69,11 @@ def optimize(
     undoes it. With `padding="drop"` padded positions are never computed; "keep" gives stock's padded numbers.
     """
     _check(model, optimizer, padding)
-    chosen, reason = precision.choose(dtype)
     native.kernels()  # a library that doesn't load is reported before anything is touched
+    choice = precision.choose(dtype)
 
     _undo_model(model)
-    record = Record(chosen, reason, padding, Patches(chosen))
+    record = Record(choice.dtype, choice.reason, padding, Patches(choice.kind))
     model.__dict__[_RECORD] = record
     _take_over_model(model, record)
     memory.keep_freed_memory()
@@ -153,6 +153,7 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
         recognise.take_over_pieces(model, patches)
         ragged = record.padding == "drop" and recognise.take_over_encoders(model, patches)
         attention_config.choose(model, ragged)
+        recognise.take_over_model(model, patches)
     except BaseException:
         _undo_model(model)
         raise

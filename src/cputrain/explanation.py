@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
-from cputrain.layers.patch import STEPPED_ASIDE, Patches
+from cputrain.layers.patch import STEPPED_ASIDE, Patches, arithmetic_of
 
 Row = tuple[str, str, str]
 
@@ -45,6 +45,8 @@ def explain_patches(patches: Patches) -> list[Row]:
             continue  # a part of a block runs by itself only while the block steps aside
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
         what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"
+        trouble = arithmetic_of(entry.module).trouble
+        what += f"; products in fp32 again: {trouble}" if trouble else ""
         counts[(_pattern(entry.name), type(entry.module).__name__, what)] += 1
     for name, kind, reason in patches.left:
         counts[(_pattern(name), kind, f"left alone: {reason}")] += 1

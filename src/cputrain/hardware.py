@@ -30,6 +30,9 @@ ISA_NEEDS = {
     "portable": (),
 }
 
+# Those that multiply bf16; the last is ARM's.
+BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")
+
 # cgroup v1 says "no limit" with the largest multiple of the page size that fits; no machine has half an exbibyte.
 _NO_LIMIT = 1 << 59
 
@@ -120,6 +123,12 @@ def detect(root: str | Path = "/") -> Hardware:
         usable_cores=_usable_cores(cores.value, usable, quota),
         usable_memory=_usable_memory(memory, limit),
     )
+
+
+@cache
+def has_bf16() -> bool:
+    """Whether this CPU multiplies bf16 itself, rather than by emulation."""
+    return any(name in this_machine().instruction_sets.value for name in BF16_SETS)
 
 
 def best_isa(hardware: Hardware | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:

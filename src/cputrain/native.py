@@ -29,8 +29,8 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
 # One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test
 # compares them.
 SIGNATURES = {
-    "activation": "ppp" + "iii",
-    "activation_backward": "pppppp" + "iii",
+    "activation": "pppp" + "iii",
+    "activation_backward": "ppipppp" + "iii",
     "attention_forward": "p",
     "attention_backward": "pp",
     "adam": "ipppppp" + "ddddd" + "i",
@@ -47,8 +47,8 @@ SIGNATURES = {
     "embedding_grad": "ppp" + "iii",
     "find_outside": "piip",
     "layer_norm": "pppppp" + "iif",
-    "layer_norm_backward": "ppppppppppp" + "iifk",
-    "post_norm": "ppppppppp" + "iiffk",
+    "layer_norm_backward": "ppippppppppp" + "iifk",
+    "post_norm": "pppppppppp" + "iiffk",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
 

@@ -13,9 +13,9 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain.ops.attention import Sequences
+from cputrain.ops.gradient import fp32_backward
 
 
 @dataclass(eq=False)
@@ -57,7 +57,7 @@ class _Gather(torch.autograd.Function):
         return dense.reshape(-1, dense.shape[-1]).index_select(0, place).unsqueeze(0)
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad: Tensor):
         (place,) = ctx.saved_tensors
         return _spread(grad, place, ctx.shape, 0.0), None
@@ -70,7 +70,7 @@ class _Scatter(torch.autograd.Function):
         return _spread(ragged, place, (batch, length, ragged.shape[-1]), fill)
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad: Tensor):
         (place,) = ctx.saved_tensors
         return grad.reshape(-1, grad.shape[-1]).index_select(0, place).unsqueeze(0), None, None, None, None

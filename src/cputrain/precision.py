@@ -1,23 +1,101 @@
-"""Which number format the products run in: a decision with its reason."""
+"""Which number format a model computes in: a decision with its reason.
+
+`auto` follows from the instruction sets; a short measurement (product_speed.py) may only veto it. All processes of one
+job compute in what the first of them chose.
+"""
 
 from __future__ import annotations
 
+import json
+import logging
+from dataclasses import asdict, dataclass
+from functools import cache
+
 import torch
 
-_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
+from cputrain import hardware, product_speed
+from cputrain.ops.arithmetic import Kind
+
+logger = logging.getLogger("cputrain")
+
+NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
+_STORE_KEY = "cputrain/precision"
 
 
-def choose(dtype: str | torch.dtype) -> tuple[str, str]:
-    """(precision, why) for what the user asked for."""
-    name = _NAMES.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype
+@dataclass(frozen=True)
+class Choice:
+    """What the user will hear (`dtype`: fp32, bf16 or int16), what the layers do (`kind`), and why."""
+
+    dtype: str
+    kind: Kind
+    reason: str
+
+
+def choose(dtype: str | torch.dtype) -> Choice:
+    """What runs for what the user asked for."""
+    name = NAMES.get(dtype, str(dtype)) if isinstance(dtype, torch.dtype) else dtype
     if name == "auto":
-        return "fp32", "auto: stock's own precision; dtype='int16' is faster, and more exact than bf16"
+        return _agreed()
     if name == "fp32":
-        return "fp32", "asked for"
+        return Choice("fp32", "fp32", "asked for")
     if name == "int16":
-        return "int16", "asked for: products of block-scaled 16-bit integers, everything else in fp32"
+        return Choice("int16", "int16", "asked for: products of block-scaled 16-bit integers, everything else in fp32")
     if name == "bf16":
-        raise ValueError(
-            "dtype 'bf16' is not in this version of cputrain yet; use 'int16' (more exact), 'fp32' or 'auto'."
-        )
-    raise ValueError(f"dtype must be 'auto', 'fp32' or 'int16', or torch's name of one of them, found {dtype!r}.")
+        return _bf16()
+    raise ValueError(
+        f"dtype must be 'auto', 'fp32', 'bf16' or 'int16', or torch's name of one of them, found {dtype!r}."
+    )
+
+
+def _bf16() -> Choice:
+    if hardware.has_bf16():
+        return Choice("bf16", "native_bf16", "asked for: this CPU multiplies bf16 itself")
+    speed = product_speed.ratio("int16")
+    better = f"; dtype='int16' is more exact, and its products are {speed:.2f} × as fast" if speed > 1 else ""
+    reason = f"asked for: {_cpu()} has no bf16, so activations are kept as bf16 and products run in fp32{better}"
+    _say_once(f"bf16 was {reason}")
+    return Choice("bf16", "bf16", reason)
+
+
+@cache
+def automatic() -> Choice:
+    """The fastest format on this CPU that is at least as exact as bf16."""
+    sets = hardware.this_machine().instruction_sets.value
+    slow: list[str] = []
+    candidates: list[tuple[str, Kind, str]] = []
+    if hardware.has_bf16():
+        candidates.append(("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
+    if "avx2" in sets:
+        has = "AVX-512" if "avx512bw" in sets else "AVX2"
+        lacks = "" if hardware.has_bf16() else " but no bf16"
+        candidates.append(("int16", "int16", f"{_cpu()} has {has}{lacks}"))
+    for dtype, kind, why in candidates:
+        speed = product_speed.ratio(kind)
+        if speed >= 1:
+            return Choice(dtype, kind, f"auto: {why}; measured {speed:.2f} × fp32")
+        slow.append(f"{dtype} only {speed:.2f} × fp32")
+    found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
+    return Choice("fp32", "fp32", f"auto: nothing is faster on {_cpu()}{found}")
+
+
+def _agreed() -> Choice:
+    """The first rank's answer, asked of the store that all ranks of the job share."""
+    distributed = torch.distributed
+    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+        return automatic()
+    store = distributed.distributed_c10d._get_default_store()
+    if distributed.get_rank() == 0:
+        store.set(_STORE_KEY, json.dumps(asdict(automatic())))
+    choice = Choice(**json.loads(store.get(_STORE_KEY)))
+    if choice.kind == "native_bf16" and not hardware.has_bf16():
+        return Choice("bf16", "bf16", f"auto: rank 0 chose bf16, which {_cpu()} only stores")
+    return choice
+
+
+def _cpu() -> str:
+    return f"this CPU ({hardware.this_machine().model.value})"
+
+
+@cache
+def _say_once(line: str) -> None:
+    logger.warning("%s", line)

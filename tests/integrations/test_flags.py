@@ -143,10 +143,10 @@ def test_the_environment_wins_over_the_script(environment, bf16, said, monkeypat
     """With a precision.py that knows fp32 alone, which its own tests are about."""
     from cputrain import precision
 
-    monkeypatch.setattr(precision, "choose", lambda asked: ("fp32", f"{asked} was asked for"))
+    monkeypatch.setattr(precision, "choose", lambda asked: precision.Choice("fp32", "fp32", f"{asked} was asked for"))
     if environment:
         monkeypatch.setenv("CPUTRAIN_DTYPE", environment)
-    assert settings.precision(script_asks_for_bf16=bf16) == "fp32"
+    assert settings.precision(script_asks_for_bf16=bf16) == (environment or ("auto" if bf16 else "fp32"))
     assert [line.partition(" (")[0] for line in caplog.messages] == said
 
 
@@ -157,10 +157,10 @@ def test_precision_is_asked_once_with_what_is_meant(environment, bf16, asked, mo
     from cputrain import precision
 
     calls = []
-    monkeypatch.setattr(precision, "choose", lambda dtype: (calls.append(dtype), (f"{dtype}!", "it was asked"))[1])
+    monkeypatch.setattr(precision, "choose", lambda dtype: calls.append(dtype) or precision.Choice("x", "fp32", "why"))
     if environment:
         monkeypatch.setenv("CPUTRAIN_DTYPE", environment)
-    assert settings.precision(script_asks_for_bf16=bf16) == f"{asked}!"
+    assert settings.precision(script_asks_for_bf16=bf16) == asked
     assert calls == [asked]
 
 

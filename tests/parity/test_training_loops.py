@@ -86,15 +86,6 @@ def test_several_parameter_groups_train_as_stock():
     torch.testing.assert_close(ours(**span_batch()).loss, stock(**span_batch()).loss, rtol=1e-3, atol=1e-4)
 
 
-def test_autocast_runs_as_stock():
-    stock, ours = pair(bert(hf.BertForQuestionAnswering))
-    with torch.autocast("cpu", torch.bfloat16):
-        found, expected = ours(**span_batch()), stock(**span_batch())
-    assert found.start_logits.dtype is expected.start_logits.dtype
-    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-2, atol=1e-2)
-    assert "autocast" in what_runs(ours, "bert.encoder.layer.*.attention.self")
-
-
 def test_autocast_keeps_padding_out_of_the_span_loss():
     ours = cputrain.optimize(bert(hf.BertForQuestionAnswering))
     with torch.autocast("cpu", torch.bfloat16):

@@ -25,7 +25,7 @@ def _train(rank, folder):
     try:
         model, batch = tiny("bert", padding="right")
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        cputrain.optimize(model, optimizer)
+        cputrain.optimize(model, optimizer, dtype="fp32")
         wrapped = nn.parallel.DistributedDataParallel(model)
         for _ in range(3):
             optimizer.zero_grad()
@@ -40,7 +40,7 @@ def _train(rank, folder):
 def _expected():
     """The same training in one process: the mean of both halves' losses."""
     model, batch = tiny("bert", padding="right")
-    model = cputrain.optimize(copy.deepcopy(model))
+    model = cputrain.optimize(copy.deepcopy(model), dtype="fp32")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for _ in range(3):
         optimizer.zero_grad()

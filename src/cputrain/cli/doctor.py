@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 Row = tuple[str, str, str]
 
 _PACKAGES = ("torch", "transformers", "accelerate")
-_BF16_SETS = ("amx_bf16", "avx512_bf16", "bf16")  # the last is ARM's
 
 
 @dataclass(frozen=True)
@@ -198,7 +197,7 @@ def _software(report: Report) -> Iterator[Row]:
 
 
 def _bf16(sets: tuple[str, ...]) -> tuple[str, str]:
-    found = [name for name in _BF16_SETS if name in sets]
+    found = [name for name in hardware.BF16_SETS if name in sets]
     if found:
         return "in hardware", f"instruction sets: {', '.join(found)}"
     return "not in hardware: emulated, very slow", "neither amx_bf16 nor avx512_bf16"

@@ -18,7 +18,6 @@ from cputrain.integrations import hook, settings
 from cputrain.integrations.notices import Refused, mention_once, say_once
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
-_BF16_SETS = {"amx_bf16", "avx512_bf16", "bf16"}  # the last is ARM's
 
 
 class Accelerator(stock.Accelerator):
@@ -116,7 +115,7 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
         say_once(f"{name} trains as stock: {error}")
         return
     explanation = api.explain(model)
-    if all(how.startswith("left alone") for _, _, how in explanation.modules):
+    if all(how.startswith(("left alone", "as stock;")) for _, _, how in explanation.modules):
         say_once(f"{name} trains as stock: cputrain.explain(model) says what it looked for")
     else:
         mention_once(f"{name} is optimised: " + ", ".join(f"{what} {value}" for what, value, _ in explanation.facts))
@@ -130,7 +129,7 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
 def _say_why_stock(accelerator: Accelerator) -> None:
     say_once(f"cputrain stays out: {accelerator._why_stock}")
     emulated = accelerator.native_amp and accelerator.mixed_precision == "bf16" and accelerator.device.type == "cpu"
-    if emulated and not _BF16_SETS.intersection(hardware.this_machine().instruction_sets.value):
+    if emulated and not hardware.has_bf16():
         say_once("this CPU has no bf16: stock PyTorch emulates it, many times slower than fp32")
 
 

@@ -36,7 +36,7 @@ def padding() -> Padding:
 
 
 def precision(script_asks_for_bf16: bool) -> str:
-    """The precision that runs, said in one line whenever somebody asked for one.
+    """The dtype to give to `optimize`; what runs then is said in one line whenever somebody asked for a precision.
 
     The only place where the integrations ask `cputrain.precision`. A script's bf16 means "the fastest that is at least
     as accurate as bf16 on this CPU", which is `auto`.
@@ -45,14 +45,15 @@ def precision(script_asks_for_bf16: bool) -> str:
 
     asked = _one_of(DTYPE, DTYPES)
     try:
-        runs, reason = precision.choose(asked or ("auto" if script_asks_for_bf16 else "fp32"))
+        dtype = asked or ("auto" if script_asks_for_bf16 else "fp32")
+        choice = precision.choose(dtype)
     except ValueError as error:
         raise Refused(f"{DTYPE}={asked}: {error}") from None
     if asked:
-        say_once(f"{runs} runs: {DTYPE}={asked} ({reason})")
+        say_once(f"{choice.dtype} runs: {DTYPE}={asked} ({choice.reason})")
     elif script_asks_for_bf16:
-        say_once(f"the script asks for bf16, {runs} runs ({reason})")
-    return runs
+        say_once(f"the script asks for bf16, {choice.dtype} runs ({choice.reason})")
+    return dtype
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> str | None:

@@ -16,18 +16,18 @@ from cputrain.layers import residual
 from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import (
     Patches,
+    arithmetic_of,
     global_hook_obstacle,
     module_obstacle,
     parameter_names,
     parts_obstacle,
-    precision_of,
     step_aside,
     tensor_obstacle,
 )
 from cputrain.layers.probe import agrees, pattern
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
-from cputrain.ops.linear import flat, joined_linear
+from cputrain.ops.linear import flat, linear
 
 # ---- linear + activation -------------------------------------------------------------------------------------------
 
@@ -52,8 +52,9 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
     if reason is not None:
         step_aside(self, reason)
         return stock(hidden_states)
-    h = joined_linear(flat(hidden_states), [self.dense.weight], [None], precision_of(self))
-    a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn))
+    arithmetic = arithmetic_of(self)
+    h = linear(flat(hidden_states), self.dense.weight, None, arithmetic)
+    a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn), arithmetic.storage)
     return a.view(*hidden_states.shape[:-1], a.shape[-1])
 
 
@@ -96,7 +97,7 @@ def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) ->
         known_kind(self.intermediate.intermediate_act_fn),
         norm.eps,
         residual.dropout_rate(self.output.dropout),
-        precision_of(self),
+        arithmetic_of(self),
     )
     return out.view(attention_output.shape)
 
@@ -151,7 +152,7 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
     p = 0.0 if dropout is None else residual.dropout_rate(dropout)
     x = flat(hidden_states).contiguous()
     weights = up.weight, up.bias, down.weight, down.bias
-    y = feed_forward(x, *weights, known_kind(activation), p, precision_of(self))
+    y = feed_forward(x, *weights, known_kind(activation), p, arithmetic_of(self))
     return y.view(hidden_states.shape)
 
 

@@ -7,6 +7,7 @@ finite value both are those of the sequences alone.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.layers.attention_config import is_transformers_model
+from cputrain.layers.leaves import linear_forward
 from cputrain.layers.patch import Patches, parameter_names, transform_obstacle, untouched
 from cputrain.padding import PaddingMask, gather, scatter
 
@@ -59,7 +61,8 @@ def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
 
 def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     call = _call.get()
-    return _on_real_tokens(stock, input, None if call is None else call.dropped, lambda dtype: 0.0)
+    product = functools.partial(linear_forward, self, stock)
+    return _on_real_tokens(product, input, None if call is None else call.dropped, lambda dtype: 0.0)
 
 
 def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:

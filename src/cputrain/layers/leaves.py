@@ -1,4 +1,4 @@
-"""Single modules with a faster twin: Dropout, LayerNorm, activations, wherever they stand."""
+"""Single modules with a faster twin, wherever they stand: Dropout, LayerNorm, activations; in low precision Linear."""
 
 from __future__ import annotations
 
@@ -7,13 +7,19 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cputrain.layers.activations import activation_kind, known_kind
-from cputrain.layers.patch import Patches, step_aside, tensor_obstacle
+from cputrain.layers.patch import Patches, arithmetic_of, step_aside, tensor_obstacle, untouched
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.layer_norm import layer_norm
+from cputrain.ops.linear import flat, linear
 
 # Below this many elements a stock call is over before ours has checked its arguments.
 WORTHWHILE = 16384
+# … and a product of fewer multiplications than 256 × 128 × 128 before ours has packed its operands.
+WORTHWHILE_PRODUCT = 1 << 22
+
+# A head of a few labels: its logits stay in fp32.
+FEWEST_FEATURES = 32
 
 
 def dropout_forward(self: nn.Dropout, stock: Callable, input: Tensor) -> Tensor:
@@ -33,7 +39,7 @@ def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Te
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
-    return layer_norm(input, self.weight, self.bias, self.eps)
+    return layer_norm(input, self.weight, self.bias, self.eps, arithmetic_of(self).storage)
 
 
 def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tensor:
@@ -43,7 +49,21 @@ def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tenso
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
-    return bias_activation(input, None, known_kind(self))
+    return bias_activation(input, None, known_kind(self), arithmetic_of(self).storage)
+
+
+def linear_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
+    """The product in the module's own precision, where that isn't fp32 and the product is large."""
+    arithmetic = arithmetic_of(self)
+    small = self.out_features < FEWEST_FEATURES or input.numel() * self.out_features < WORTHWHILE_PRODUCT
+    if arithmetic.kind == "fp32" or small or input.shape[-1] != self.in_features:
+        return stock(input)
+    reason = tensor_obstacle(input, self.weight, self.bias)
+    if reason is not None:
+        step_aside(self, reason)
+        return stock(input)
+    y = linear(flat(input).contiguous(), self.weight, self.bias, arithmetic)
+    return y.view(*input.shape[:-1], self.out_features)
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
@@ -56,3 +76,12 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     else:
         return False
     return True
+
+
+def take_over_linears(model: nn.Module, patches: Patches) -> None:
+    """Those that nothing else has claimed; in fp32 stock's product is as fast as any."""
+    if patches.kind == "fp32":
+        return
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and untouched(module) and module.out_features >= FEWEST_FEATURES:
+            patches.bind(name, module, "forward", linear_forward, f"its product in {patches.kind}")

@@ -21,6 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from cputrain.layers import autocast
+from cputrain.ops.arithmetic import FP32, Arithmetic, Kind
+
 logger = logging.getLogger("cputrain")
 
 # Set while a module is only asked what it computes: what happens then is nobody's concern.
@@ -28,8 +31,8 @@ probing: ContextVar[bool] = ContextVar("cputrain_probing", default=False)
 
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
-# … and the precision of its products, unless that is fp32.
-PRECISION = "_cputrain_precision"
+# … and how its products are computed, unless that is in fp32.
+ARITHMETIC = "_cputrain_arithmetic"
 
 
 @dataclass
@@ -46,7 +49,7 @@ class Replacement:
 class Patches:
     """Everything that `optimize` replaced in one model, and what it left alone."""
 
-    precision: str = "fp32"
+    kind: Kind = "fp32"
     replaced: list[Replacement] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
 
@@ -55,8 +58,8 @@ class Patches:
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
         wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
-        if self.precision != "fp32":
-            module.__dict__[PRECISION] = self.precision
+        if self.kind != "fp32":
+            module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
         self.replaced.append(Replacement(name, module, what, block))
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
@@ -70,7 +73,8 @@ def undo(model: nn.Module) -> None:
         for name in [name for name, value in state.items() if is_ours(value)]:
             del state[name]
         state.pop(STEPPED_ASIDE, None)
-        state.pop(PRECISION, None)
+        state.pop(ARITHMETIC, None)
+        state.pop(autocast.RUNS_IN_BF16, None)
 
 
 @functools.cache
@@ -87,6 +91,11 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
             return stock(self, *args, **kwargs)
         if type(self) is not owner:  # somebody has changed the class since, by a parametrization for example
             return getattr(type(self), method)(self, *args, **kwargs)
+        in_bf16 = autocast.wanted(self, arithmetic_of(self))
+        if in_bf16 is not None:
+            with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
+                named = dict(zip(kwargs, autocast.as_floats(kwargs.values()), strict=True))
+                return forward(self, *autocast.as_floats(args), **named)
         self.__dict__.pop(STEPPED_ASIDE, None)
         if kwargs:  # models name their inputs as they like, and their callers use the names
             args += tuple(kwargs.pop(name) for name in names[len(args) :] if name in kwargs)
@@ -96,8 +105,8 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
     return forward
 
 
-def precision_of(module: nn.Module) -> Any:
-    return module.__dict__.get(PRECISION, "fp32")
+def arithmetic_of(module: nn.Module) -> Arithmetic:
+    return module.__dict__.get(ARITHMETIC) or FP32
 
 
 def is_ours(method: Any) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
+import torch
 from torch import nn
 
-from cputrain.layers import embeddings, encoder, feed_forward, heads, leaves, residual, self_attention
+from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention
 from cputrain.layers.patch import Patches, is_ours, untouched
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
@@ -24,6 +28,29 @@ def take_over_pieces(model: nn.Module, patches: Patches) -> None:
     for name, module in model.named_modules():
         if not untouched(module) and not is_ours(module.__dict__.get("forward")):
             patches.leave(name, module, "its forward was replaced on the instance")
+
+
+def take_over_model(model: nn.Module, patches: Patches) -> None:
+    """Linear layers that are left, then the model as a whole, in whose forward autocast is put right for all parts."""
+    leaves.take_over_linears(model, patches)
+    if patches.kind == "native_bf16":
+        model.__dict__[autocast.RUNS_IN_BF16] = True
+    if is_ours(model.__dict__.get("forward")):
+        return
+    if not untouched(model) or isinstance(model, torch.jit.ScriptModule):
+        patches.leave("", model, "autocast, if on, stays on inside: its forward was replaced on the instance")
+    else:
+        patches.bind("", model, "forward", _as_stock, _AUTOCAST[patches.kind == "native_bf16"])
+
+
+_AUTOCAST = {
+    False: "as stock; autocast to bf16 is switched off inside on a CPU that would emulate it",
+    True: "under autocast to bf16 (oneDNN) where nothing of ours runs",
+}
+
+
+def _as_stock(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    return stock(*args, **kwargs)
 
 
 def take_over_encoders(model: nn.Module, patches: Patches) -> bool:

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from cputrain.layers.patch import (
     Patches,
+    arithmetic_of,
     global_hook_obstacle,
     module_obstacle,
-    precision_of,
     step_aside,
     tensor_obstacle,
 )
@@ -64,7 +64,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, input
         norm.bias,
         norm.eps,
         dropout_rate(self.dropout),
-        precision_of(self),
+        arithmetic_of(self),
     )
     return out.view(input_tensor.shape)
 

@@ -14,19 +14,19 @@ from torch import Tensor, nn
 from cputrain.layers import attention as registry
 from cputrain.layers.patch import (
     Patches,
+    arithmetic_of,
     global_hook_obstacle,
     outputs_to_record,
     parameter_names,
     parts_obstacle,
-    precision_of,
     step_aside,
     tensor_obstacle,
 )
 from cputrain.layers.probe import agrees, pattern, quietly, random_rows
 from cputrain.layers.residual import dropout_rate, ending_obstacle
-from cputrain.ops.attention import packed_attention
-from cputrain.ops.linear import flat, joined_linear
+from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
+from cputrain.ops.self_attention import self_attention
 
 _TRIPLES = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
 _OUTPUTS = ("out_lin", "o_proj", "out_proj")
@@ -107,11 +107,19 @@ def fused_forward(
     sequences, causal = where
     triple, rate = _triple(self), _attention_rate(self)
     assert triple is not None and rate is not None
-    x = flat(hidden_states)
-    qkv = joined_linear(x, [part.weight for part in triple], [part.bias for part in triple], precision_of(self))
     size = _head_size(self)
     heads = triple[0].out_features // size
-    context = packed_attention(qkv, sequences, heads=heads, scale=self.scaling, causal=causal, p=rate)
+    context = self_attention(
+        flat(hidden_states),
+        [part.weight for part in triple],
+        [part.bias for part in triple],
+        sequences,
+        heads=heads,
+        scale=self.scaling,
+        causal=causal,
+        p=rate,
+        arithmetic=arithmetic_of(self),
+    )
     return _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
 
 
@@ -120,7 +128,7 @@ def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor
         norm = module.LayerNorm
         out = residual_block(
             flat(context), flat(hidden_states).contiguous(), module.dense.weight, module.dense.bias,
-            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), precision_of(module),
+            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), arithmetic_of(module),
         )  # fmt: skip
         return out.view(hidden_states.shape)
     ending = _ending(module)

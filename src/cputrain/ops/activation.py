@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain import native
-from cputrain.ops.operands import address, contiguous, require_float32, require_size, rows_and_cols
+from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
 
 # Each kind's number in csrc/kernels/activation.cpp, and the stock function.
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
@@ -20,11 +20,15 @@ _STOCK = {
 }
 
 
-def activation_forward(h: Tensor, bias: Tensor | None, kind: str, out: Tensor | None = None) -> Tensor:
-    """activation(h + bias), written into `out` (which may be h) or a new tensor; h is contiguous."""
-    out = torch.empty_like(h) if out is None else out
-    native.kernels().activation(address(h), address(bias), address(out), *rows_and_cols(h), KINDS[kind])
-    return out
+def activation_forward(
+    h: Tensor, bias: Tensor | None, kind: str, storage: torch.dtype = torch.float32, inplace: bool = False
+) -> tuple[Tensor, Tensor]:
+    """activation(h + bias), and h as it is to be kept (`inplace` then lets the activation take its place)."""
+    kept = h if storage is torch.float32 else torch.empty_like(h, dtype=storage)
+    out = h if inplace and kept is not h else torch.empty_like(h)
+    kept_address = None if kept is h else address(kept)
+    native.kernels().activation(address(h), address(bias), address(out), kept_address, *rows_and_cols(h), KINDS[kind])
+    return out, kept
 
 
 def activation_backward(
@@ -32,42 +36,50 @@ def activation_backward(
     h: Tensor,
     bias: Tensor | None,
     kind: str,
-    want_activation: bool = False,
+    value: Tensor | None = None,
     inplace: bool = False,
-) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """The gradients of h and bias and, if wanted, the activation; `inplace` writes the gradient of h over grad_a."""
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of h and bias; `inplace` writes that of h over grad_a, and `value` receives the activation.
+
+    h is as it was kept.
+    """
     grad_h = grad_a if inplace else torch.empty_like(grad_a)
     grad_bias = None if bias is None else torch.empty_like(bias)
-    activation = torch.empty_like(h) if want_activation else None
     native.kernels().activation_backward(
-        *map(address, (grad_a, h, bias, grad_h, activation, grad_bias)), *rows_and_cols(h), KINDS[kind]
+        address(grad_a),
+        address(h),
+        is_bf16(h),
+        *map(address, (bias, grad_h, value, grad_bias)),
+        *rows_and_cols(h),
+        KINDS[kind],
     )
-    return grad_h, grad_bias, activation
+    return grad_h, grad_bias
 
 
 class _BiasActivation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, h, bias, kind):
+    def forward(ctx, h, bias, kind, storage):
         h, bias = contiguous(h, bias)
-        ctx.save_for_backward(h, bias)
+        out, kept = activation_forward(h, bias, kind, storage)
+        ctx.save_for_backward(kept, bias)
         ctx.kind = kind
-        return activation_forward(h, bias, kind)
+        return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad):
         h, bias = ctx.saved_tensors
-        grad_h, grad_bias, _ = activation_backward(grad.contiguous(), h, bias, ctx.kind)
-        return grad_h, grad_bias, None
+        grad_h, grad_bias = activation_backward(grad.contiguous(), h, bias, ctx.kind)
+        return grad_h, grad_bias, None, None
 
 
-def bias_activation(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:
-    """activation(h + bias) for a kind of KINDS."""
+def bias_activation(h: Tensor, bias: Tensor | None, kind: str, storage: torch.dtype = torch.float32) -> Tensor:
+    """activation(h + bias) for a kind of KINDS; h is kept for the backward as `storage`."""
     if kind not in KINDS:
         raise ValueError(f"bias_activation: kind is {kind!r}; choose one of {', '.join(KINDS)}.")
     require_float32("bias_activation", h=h, bias=bias)
     require_size("bias_activation", tuple(h.shape[-1:]), bias=bias)
-    return _BiasActivation.apply(h, bias, kind)
+    return _BiasActivation.apply(h, bias, kind, storage)
 
 
 def plain(h: Tensor, bias: Tensor | None, kind: str) -> Tensor:

@@ -13,10 +13,10 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain import native
 from cputrain.ops.dropout import draw_key, factors
+from cputrain.ops.gradient import fp32_backward
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
@@ -78,35 +78,18 @@ def attention(
     causal: bool = False,
     p: float = 0.0,
     bias: Tensor | None = None,
+    storage: torch.dtype = torch.float32,
 ) -> Tensor:
     """dropout(softmax(scale · q kᵀ + bias)) v within each sequence.
 
     q is (tokens, heads, size), k and v are (tokens, kv_heads, size): each key/value head serves heads / kv_heads
     query heads. bias broadcasts to (sequences, heads, queries, keys) and may hold -inf; a query all of whose keys are
-    masked so has a zero result and no gradient.
+    masked so has a zero result and no gradient. What the backward needs is kept as `storage` (float32 or bfloat16).
     """
     _check(q, k, v, sequences)
     if bias is not None:
         bias = _four_dimensions(bias, sequences, q.shape[1])
-    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0)
-
-
-def packed_attention(
-    qkv: Tensor,
-    sequences: Sequences,
-    *,
-    heads: int,
-    scale: float,
-    causal: bool = False,
-    p: float = 0.0,
-    bias: Tensor | None = None,
-) -> Tensor:
-    """`attention` of the queries, keys and values in (tokens, 3 · heads · size), with one gradient for all three."""
-    q, k, v = split_packed(qkv, heads)
-    _check(q, k, v, sequences)
-    if bias is not None:
-        bias = _four_dimensions(bias, sequences, heads)
-    return _PackedAttention.apply(qkv, bias, sequences, heads, scale, causal, p, draw_key() if p > 0 else 0)
+    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0, storage)
 
 
 def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,7 +173,10 @@ def attention_backward(
     dv: Tensor,
     dbias: Tensor | None = None,
 ) -> None:
-    """Writes the gradients into dq, dk and dv, whatever their token and head strides; adds to dbias."""
+    """Writes the gradients into dq, dk and dv, whatever their token and head strides; adds to dbias.
+
+    q, k, v and out may be bfloat16, all of them.
+    """
     if sequences.padded:
         for grad in (dq, dk, dv):
             grad.zero_()
@@ -201,46 +187,23 @@ def attention_backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key):
+    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key, storage):
         q, k, v, bias = (_unit_stride(x) for x in (q, k, v, bias))
         out, lse = attention_forward(q, k, v, sequences, scale, causal, p, key, bias)
-        ctx.save_for_backward(q, k, v, out, lse, bias)
+        ctx.save_for_backward(*(x.to(storage) for x in (q, k, v, out)), lse, bias)
         ctx.settings = sequences, scale, causal, p, key
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad):
         q, k, v, out, lse, bias = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
         dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[3] else None
         sequences, scale, causal, p, key = ctx.settings
         grad = _unit_stride(grad)
         attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
-        return dq, dk, dv, dbias, None, None, None, None, None
-
-
-class _PackedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv, bias, sequences, heads, scale, causal, p, key):
-        qkv, bias = _unit_stride(qkv), _unit_stride(bias)
-        out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key, bias)
-        ctx.save_for_backward(qkv, out, lse, bias)
-        ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        qkv, out, lse, bias = ctx.saved_tensors
-        dqkv = torch.empty_like(qkv, memory_format=torch.contiguous_format)
-        dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[1] else None
-        sequences, scale, causal, p, key = ctx.settings
-        q, k, v = split_packed(qkv, ctx.heads)
-        dq, dk, dv = split_packed(dqkv, ctx.heads)
-        grad = _unit_stride(grad)
-        attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
-        return dqkv, dbias, None, None, None, None, None, None
+        return dq, dk, dv, dbias, *[None] * 6
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
@@ -297,7 +260,7 @@ class _Problem(ctypes.Structure):
         ("lse", ctypes.c_void_p),
         ("bias", _BiasTensor),
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "order")),
-        *((name, ctypes.c_int64) for name in ("sequences", "total", "heads", "kv_heads", "size", "causal")),
+        *((name, ctypes.c_int64) for name in ("sequences", "total", "heads", "kv_heads", "size", "causal", "bf16")),
         ("scale", ctypes.c_float),
         ("p", ctypes.c_float),
         ("key", ctypes.c_uint64),
@@ -327,7 +290,7 @@ def _problem(
         lse.data_ptr(),
         _bias_tensor(bias),
         *(x.data_ptr() for x in (sequences.starts, sequences.lengths, sequences.order)),
-        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size, causal),
+        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size, causal, q.dtype == torch.bfloat16),
         scale,
         p,
         key,
@@ -335,7 +298,7 @@ def _problem(
 
 
 def _head_tensor(x: Tensor) -> _HeadTensor:
-    assert x.stride(2) == 1 and x.dtype == torch.float32, "the kernels read and write rows of floats"
+    assert x.stride(2) == 1, "the kernels read and write rows"
     return _HeadTensor(x.data_ptr(), x.stride(0), x.stride(1))
 
 

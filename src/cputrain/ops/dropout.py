@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain import native
+from cputrain.ops.gradient import fp32_backward
 
 
 def draw_key() -> int:
@@ -71,6 +71,6 @@ class _Dropout(torch.autograd.Function):
         return _run(x, p, key)
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
         return _run(grad, ctx.p, ctx.key), None, None

@@ -10,11 +10,11 @@ import ctypes
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain import native
 from cputrain.ops import layer_norm
 from cputrain.ops.dropout import draw_key
+from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import address, contiguous, require_float32, require_size
 
 # Which row of each table gets no gradient: word, position, token type.
@@ -70,7 +70,7 @@ class _Embed(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_out):
         word, position, token_type, weight, word_ids, position_ids, type_ids, mean, rstd = ctx.saved_tensors
         grad_out = grad_out.contiguous()

@@ -10,36 +10,39 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cputrain.ops import workspace
 from cputrain.ops.activation import activation_backward, activation_forward
 from cputrain.ops.activation import plain as activation_plain
+from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key, dropout
-from cputrain.ops.linear import OutputGradient, Precision, forward_product, kept_input
+from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.linear import OutputGradient, forward_product, kept_input
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
-def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision):
-    """What must be kept of x, the first product's raw output, and the second's output."""
-    h_TM, kept = forward_product(x_TH, weight1, None, precision, keep=ctx.needs_input_grad[1])
-    y_TH, _ = forward_product(activation_forward(h_TM, bias1, kind), weight2, bias2, precision, keep=False)
-    ctx.kind, ctx.precision = kind, precision
-    return kept, h_TM, y_TH
+def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic, passing=""):
+    """What must be kept of x and of the first product's raw output, and the second's output."""
+    ctx.kind, ctx.call = kind, arithmetic.begin()
+    h_TM, kept = forward_product(x_TH, weight1, None, ctx.call, keep=ctx.needs_input_grad[1], passing="middle")
+    a_TM, kept_h = activation_forward(h_TM, bias1, kind, arithmetic.storage, inplace=True)
+    y_TH, _ = forward_product(a_TM, weight2, bias2, ctx.call, keep=False, passing=passing)
+    return kept, kept_h, y_TH
 
 
 def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
-    kept, h_TM, weight1, bias1, weight2 = saved
+    kept, kept_h, weight1, bias1, weight2 = saved
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
-    second = OutputGradient(grad_y, ctx.precision, True, need_weight2, need_bias2)
-    grad_h, grad_bias1, activation = activation_backward(
-        second.of_input(weight2), h_TM, bias1, ctx.kind, want_activation=need_weight2, inplace=True
+    second = OutputGradient(grad_y, ctx.call, True, need_weight2, need_bias2)
+    activation = workspace.floats("middle", *kept_h.shape) if need_weight2 else None
+    grad_h, grad_bias1 = activation_backward(
+        second.of_input(weight2, passing="middle_grad"), kept_h, bias1, ctx.kind, activation, inplace=True
     )
     grad_weight2 = None
-    if need_weight2:
-        grad_weight2 = second.of_weight(kept_input(activation, ctx.precision), weight2.shape[1])
-    del activation
-    first = OutputGradient(grad_h, ctx.precision, need_x, need_weight1)
+    if activation is not None:
+        grad_weight2 = second.of_weight(kept_input(activation, ctx.call), weight2.shape[1])
+    first = OutputGradient(grad_h, ctx.call, need_x, need_weight1)
     grad_weight1 = first.of_weight(kept, weight1.shape[1]) if need_weight1 else None
     grad_x = first.of_input(weight1, add_to) if need_x else None
     return grad_x, grad_weight1, grad_bias1, grad_weight2, second.bias
@@ -47,13 +50,13 @@ def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision):
-        kept, h_TM, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, precision)
-        ctx.save_for_backward(kept, h_TM, weight1, bias1, weight2)
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic):
+        kept, kept_h, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
+        ctx.save_for_backward(kept, kept_h, weight1, bias1, weight2)
         return y_TH
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_y):
         grads = _two_products_backward(ctx, grad_y.contiguous(), ctx.saved_tensors, need_bias2=ctx.needs_input_grad[4])
         return *grads, None, None
@@ -61,19 +64,21 @@ class _FeedForward(torch.autograd.Function):
 
 class _FeedForwardNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, precision):
-        kept, h_TM, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, precision)
-        out, mean, rstd = post_norm_forward(sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key)
-        ctx.save_for_backward(kept, h_TM, weight1, bias1, weight2, norm_weight, sum_TH, mean, rstd)
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, arithmetic):
+        kept, kept_h, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, arithmetic, "sum")
+        out, mean, rstd, kept_sum = post_norm_forward(
+            sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, arithmetic.storage
+        )
+        ctx.save_for_backward(kept, kept_h, weight1, bias1, weight2, norm_weight, kept_sum, mean, rstd)
         ctx.p, ctx.key, ctx.has_bias2 = p, key, bias2 is not None
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_out):
-        *products, norm_weight, sum_TH, mean, rstd = ctx.saved_tensors
+        *products, norm_weight, kept_sum, mean, rstd = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
-            grad_out.contiguous(), sum_TH, mean, rstd, norm_weight, ctx.p, ctx.key
+            grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         *grads, _ = _two_products_backward(ctx, grad_y, products, add_to=grad_sum)
         return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, *[None] * 5
@@ -87,10 +92,10 @@ def feed_forward(
     bias2: Tensor | None,
     kind: str,
     p: float = 0.0,
-    precision: Precision = "fp32",
+    arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     """dropout(linear2(activation(linear1(x)))); no residual."""
-    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, precision)
+    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
     return dropout(y, p) if p > 0 else y
 
 
@@ -105,12 +110,12 @@ def feed_forward_norm(
     kind: str,
     eps: float,
     p: float,
-    precision: Precision = "fp32",
+    arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     """LayerNorm(x + dropout(linear2(activation(linear1(x)))))."""
     key = draw_key() if p > 0 else 0
     weights = weight1, bias1, weight2, bias2, norm_weight, norm_bias
-    return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, precision)
+    return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, arithmetic)
 
 
 def plain(x_TH, weight1, bias1, weight2, bias2, kind, factors=None, norm=None) -> Tensor:

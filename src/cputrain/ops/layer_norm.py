@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain import native
 from cputrain.ops.dropout import draw_key
-from cputrain.ops.operands import address, contiguous, require_float32, require_size, rows_and_cols
+from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
 
 
 def layer_norm_forward(
@@ -45,11 +45,13 @@ def joined_norm_forward(
     key: int,
     z: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z = residual + dropout(y + bias), which is written into `z`, and its LayerNorm, mean and 1 / deviation."""
+    """z = residual + dropout(y + bias), written into `z` (float or bf16), and its LayerNorm, mean and 1 / deviation."""
     rows, cols = rows_and_cols(y)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
     native.kernels().post_norm(
-        *map(address, (y, bias, residual, weight, beta, z, out, mean, rstd)),
+        *map(address, (y, bias, residual, weight, beta)),
+        *((None, address(z)) if is_bf16(z) else (address(z), None)),
+        *map(address, (out, mean, rstd)),
         rows,
         cols,
         eps,
@@ -70,14 +72,20 @@ def joined_norm_backward(
     key: int,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of z (to which grad_sum is added), y, weight, beta and bias; y's is z's own without dropout."""
+    """The gradients of z (to which grad_sum is added), y, weight, beta and bias; y's is z's own without dropout.
+
+    z is as it was kept.
+    """
     rows, cols = rows_and_cols(z)
-    grad_z = torch.empty_like(z)
-    grad_y = torch.empty_like(z) if p > 0 else None
-    grad_weight, grad_beta = z.new_empty(cols), z.new_empty(cols)
-    grad_bias = z.new_empty(cols) if want_bias else None
+    grad_z = torch.empty_like(grad_out)
+    grad_y = torch.empty_like(grad_out) if p > 0 else None
+    grad_weight, grad_beta = grad_out.new_empty(cols), grad_out.new_empty(cols)
+    grad_bias = grad_out.new_empty(cols) if want_bias else None
     native.kernels().layer_norm_backward(
-        *map(address, (grad_out, z, mean, rstd, weight, grad_sum)),
+        address(grad_out),
+        address(z),
+        is_bf16(z),
+        *map(address, (mean, rstd, weight, grad_sum)),
         *map(address, (grad_z, grad_y, grad_weight, grad_beta, grad_bias)),
         rows,
         cols,
@@ -89,19 +97,19 @@ def joined_norm_backward(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps):
+    def forward(ctx, x, weight, bias, eps, storage):
         x, weight, bias = contiguous(x, weight, bias)
         out, mean, rstd = layer_norm_forward(x, weight, bias, eps)
-        ctx.save_for_backward(x, mean, rstd, weight)
+        ctx.save_for_backward(x.to(storage), mean, rstd, weight)
         ctx.has_bias = bias is not None
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_out):
         x, mean, rstd, weight = ctx.saved_tensors
         grad_x, grad_weight, grad_bias = layer_norm_backward(grad_out.contiguous(), x, mean, rstd, weight)
-        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None
+        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
 class _ResidualLayerNorm(torch.autograd.Function):
@@ -116,7 +124,7 @@ class _ResidualLayerNorm(torch.autograd.Function):
         return total, out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_sum, grad_out):
         total, mean, rstd, weight = ctx.saved_tensors
         grad_out = torch.zeros_like(total) if grad_out is None else grad_out.contiguous()
@@ -128,11 +136,13 @@ class _ResidualLayerNorm(torch.autograd.Function):
         return grad_x, grad_residual, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
 
 
-def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
-    """`torch.nn.functional.layer_norm` over the last dimension."""
+def layer_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, storage: torch.dtype = torch.float32
+) -> Tensor:
+    """`torch.nn.functional.layer_norm` over the last dimension; x is kept for the backward as `storage`."""
     require_float32("layer_norm", x=x, weight=weight, bias=bias)
     require_size("layer_norm", tuple(x.shape[-1:]), weight=weight, bias=bias)
-    return _LayerNorm.apply(x, weight, bias, eps)
+    return _LayerNorm.apply(x, weight, bias, eps, storage)
 
 
 def residual_layer_norm(

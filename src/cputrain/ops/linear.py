@@ -1,23 +1,20 @@
 """The three matrix products of a linear layer, in the precision asked for, with as few passes around them as possible.
 
-In fp32 the products are torch's (MKL); in int16 they are ours (ops/matmul.py). What either saves: the bias rides along,
-several layers on one input are one product, gradients of frozen parameters are not computed, and in int16 the input is
-kept as it was packed for the weight's gradient, at half its size.
+In fp32 and bf16 the products are torch's (MKL, oneDNN); in int16 they are ours (ops/matmul.py). What either saves: the
+bias rides along, gradients of frozen parameters are not computed, and in int16 the input is kept as it was packed for
+the weight's gradient, at half its size.
 
 Shapes: x_TI tokens × in-features, w_OI out × in, y_TO.
 """
 
 from __future__ import annotations
 
-from typing import Literal
-
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
-from cputrain.ops import matmul
-
-Precision = Literal["fp32", "int16"]
+from cputrain.ops import matmul, workspace
+from cputrain.ops.arithmetic import FP32, Arithmetic, Call, kept_as_float
+from cputrain.ops.gradient import fp32_backward
 
 
 def flat(x: Tensor) -> Tensor:
@@ -26,37 +23,47 @@ def flat(x: Tensor) -> Tensor:
 
 
 def forward_product(
-    x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, precision: Precision, keep: bool = True
+    x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, call: Call, keep: bool = True, passing: str = ""
 ) -> tuple[Tensor, Tensor | None]:
-    """y_TO = x wᵀ + bias, and what the weight's gradient will need of x (None unless `keep`)."""
-    if precision == "fp32":
-        y = x_TI.mm(w_OI.t()) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t())
-        return y, x_TI if keep else None
-    rows, columns = matmul.pack(x_TI, rows="left", columns="right" if keep else None)
-    assert rows is not None
-    y = matmul.product(rows, matmul.by_rows(w_OI, "right"), bias=bias_O)
-    return y, columns.memory if columns is not None else None
+    """y_TO = x wᵀ + bias, and what the weight's gradient will need of x (None unless `keep`).
+
+    A result that is `passing` won't be kept as it is: in bf16 it lies in the workspace of that name.
+    """
+    if call.kind == "int16":
+        rows, columns = matmul.pack(x_TI, rows="left", columns="right" if keep else None)
+        assert rows is not None
+        y = matmul.product(rows, matmul.by_rows(w_OI, "right"), bias=bias_O)
+        call.look_at_rows("a forward product", x_TI, w_OI)
+        if columns is None:
+            return y, None
+        call.note_columns(columns.memory, x_TI)
+        return y, columns.memory
+    kept = call.keep(x_TI) if keep else None
+    if call.kind == "native_bf16":
+        y = (call.keep(x_TI) if kept is None else kept).mm(w_OI.bfloat16().t()).float()
+        return y if bias_O is None else y.add_(bias_O), kept
+    out = workspace.floats(passing, x_TI.shape[0], w_OI.shape[0]) if passing and call.kind == "bf16" else None
+    y = torch.mm(x_TI, w_OI.t(), out=out) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t(), out=out)
+    return y, kept
 
 
-def kept_input(x_TI: Tensor, precision: Precision) -> Tensor:
-    """What `forward_product` would have kept of x: for an input that is computed again in the backward."""
-    if precision == "fp32":
-        return x_TI
-    _, columns = matmul.pack(x_TI, columns="right")
-    assert columns is not None
-    return columns.memory
+def kept_input(x_TI: Tensor, call: Call) -> Tensor:
+    """What `of_weight` needs of x, for an input that is computed again in the backward."""
+    if call.kind == "int16":
+        _, columns = matmul.pack(x_TI, columns="right")
+        assert columns is not None
+        call.note_columns(columns.memory, x_TI)
+        return columns.memory
+    return x_TI.bfloat16() if call.kind == "native_bf16" else x_TI
 
 
 class OutputGradient:
     """The gradient of a linear layer's output, packed once: those of its input, weight and bias follow from it."""
 
-    def __init__(
-        self, dy_TO: Tensor, precision: Precision, need_x: bool, need_w: bool, need_bias: bool = False
-    ) -> None:
-        self.precision = precision
-        self.bias: Tensor | None = None
-        if precision == "fp32":
-            self.dy = dy_TO
+    def __init__(self, dy_TO: Tensor, call: Call, need_x: bool, need_w: bool, need_bias: bool = False) -> None:
+        self.call = call
+        self.dy = dy_TO.bfloat16() if call.kind == "native_bf16" else dy_TO
+        if call.kind != "int16":
             self.bias = dy_TO.sum(0) if need_bias else None
             return
         self.bias = dy_TO.new_empty(dy_TO.shape[1]) if need_bias else None
@@ -67,63 +74,47 @@ class OutputGradient:
                 dy_TO, rows="left" if need_x else None, columns="left" if columns else None, sums=self.bias
             )
 
-    def of_input(self, w_OI: Tensor, add_to: Tensor | None = None) -> Tensor:
-        """dx_TI = dy w, added to `add_to` in place if given."""
-        if self.precision == "fp32":
-            return self.dy.mm(w_OI) if add_to is None else add_to.addmm_(self.dy, w_OI)
-        assert self.rows is not None
-        return matmul.product(self.rows, matmul.by_columns(w_OI, "right"), out=add_to, accumulate=add_to is not None)
+    def of_input(self, w_OI: Tensor, add_to: Tensor | None = None, passing: str = "") -> Tensor:
+        """dx_TI = dy w, added to `add_to` in place if given; what is `passing` lies in the workspace of that name."""
+        out = workspace.floats(passing, self.dy.shape[0], w_OI.shape[1]) if passing else add_to
+        if self.call.kind == "int16":
+            assert self.rows is not None
+            self.call.look_at_rows("an input gradient", self.dy, w_OI, transposed=True)
+            right = matmul.by_columns(w_OI, "right")
+            return matmul.product(self.rows, right, out=out, accumulate=add_to is not None)
+        if self.call.kind == "native_bf16":
+            dx = self.dy.mm(w_OI.bfloat16())
+            return dx.float() if add_to is None else add_to.add_(dx)
+        return torch.mm(self.dy, w_OI, out=out) if add_to is None else add_to.addmm_(self.dy, w_OI)
 
     def of_weight(self, kept: Tensor, in_features: int) -> Tensor:
         """dw_OI = dyᵀ x, from what `forward_product` or `kept_input` kept of x."""
-        if self.precision == "fp32":
-            return self.dy.t().mm(kept)
-        assert self.columns is not None
-        return matmul.product(self.columns, matmul.Operand(kept, in_features, self.columns.depth, "right"))
+        if self.call.kind == "int16":
+            assert self.columns is not None
+            self.call.look_at_columns("a weight gradient", self.dy, kept)
+            return matmul.product(self.columns, matmul.Operand(kept, in_features, self.columns.depth, "right"))
+        if self.call.kind == "native_bf16":
+            return self.dy.t().mm(kept).float()
+        return self.dy.t().mm(kept_as_float(kept))
 
 
-class _JoinedLinear(torch.autograd.Function):
-    """Several linear layers on one input as one product; the joined weight is a copy that lives until the backward."""
-
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI: Tensor, precision: Precision, count: int, *weights_and_biases: Tensor | None) -> Tensor:
-        weights, biases = weights_and_biases[:count], weights_and_biases[count:]
-        joined = torch.cat(weights) if count > 1 else weights[0]  # type: ignore[arg-type]
-        bias = None if biases[0] is None else torch.cat(biases)  # type: ignore[arg-type]
-        y, kept = forward_product(x_TI, joined, bias, precision, keep=any(ctx.needs_input_grad[3 : 3 + count]))
-        ctx.sizes = [w.shape[0] for w in weights]  # type: ignore[union-attr]
-        ctx.precision = precision
-        ctx.save_for_backward(kept, joined)
+    def forward(ctx, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, arithmetic: Arithmetic) -> Tensor:
+        ctx.call = arithmetic.begin()
+        y, kept = forward_product(x_TI, w_OI, bias_O, ctx.call, keep=ctx.needs_input_grad[1])
+        ctx.save_for_backward(kept, w_OI)
         return y
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_TO: Tensor):
-        kept, joined = ctx.saved_tensors
-        count = len(ctx.sizes)
-        need_x, _, _, *need_rest = ctx.needs_input_grad
-        need_weights, need_biases = need_rest[:count], need_rest[count:]
-        grad = OutputGradient(grad_TO.contiguous(), ctx.precision, need_x, any(need_weights), any(need_biases))
-        grad_x = grad.of_input(joined) if need_x else None
-        grad_weight = grad.of_weight(kept, joined.shape[1]) if any(need_weights) else None
-        grads = [*_parts(grad_weight, ctx.sizes, need_weights), *_parts(grad.bias, ctx.sizes, need_biases)]
-        return grad_x, None, None, *grads
+        kept, w_OI = ctx.saved_tensors
+        need_x, need_w, need_bias, _ = ctx.needs_input_grad
+        grad = OutputGradient(grad_TO.contiguous(), ctx.call, need_x, need_w, need_bias)
+        grad_x = grad.of_input(w_OI) if need_x else None
+        return grad_x, grad.of_weight(kept, w_OI.shape[1]) if need_w else None, grad.bias, None
 
 
-def _parts(joined: Tensor | None, sizes: list[int], needed: list[bool]) -> list[Tensor | None]:
-    """The joined gradient cut up again; parts that nobody needs are left out."""
-    if joined is None:
-        return [None] * len(sizes)
-    return [part if need else None for part, need in zip(joined.split(sizes), needed, strict=True)]
-
-
-def joined_linear(
-    x_TI: Tensor, weights: list[Tensor], biases: list[Tensor | None], precision: Precision = "fp32"
-) -> Tensor:
-    """The outputs of several linear layers on `x_TI`, side by side; all have a bias or none has."""
-    return _JoinedLinear.apply(x_TI, precision, len(weights), *weights, *biases)
-
-
-def joined_linear_plain(x_TI: Tensor, weights: list[Tensor], biases: list[Tensor | None]) -> Tensor:
-    parts = [torch.nn.functional.linear(x_TI, w, b) for w, b in zip(weights, biases, strict=True)]
-    return torch.cat(parts, dim=-1)
+def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, arithmetic: Arithmetic = FP32) -> Tensor:
+    return _Linear.apply(x_TI, w_OI, bias_O, arithmetic)

@@ -33,6 +33,11 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
+def is_bf16(tensor: Tensor) -> int:
+    """The flag by which kernels are told how something was kept."""
+    return int(tensor.dtype == torch.bfloat16)
+
+
 def address(tensor: Tensor | None) -> int | None:
     """Where the data of a contiguous tensor begins; None is a null pointer."""
     if tensor is None:

@@ -4,18 +4,27 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from cputrain.ops import layer_norm
 from cputrain.ops.dropout import draw_key
+from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import contiguous, require_float32, require_size
 
 
 def post_norm_forward(
-    y: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, beta: Tensor, eps: float, p: float, key: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and each row's mean and 1 / deviation. y, contiguous, is overwritten with the sum before the norm."""
-    return layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, y)
+    y: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    weight: Tensor,
+    beta: Tensor,
+    eps: float,
+    p: float,
+    key: int,
+    storage: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, each row's mean and 1 / deviation, and the sum before the norm as `storage` (as float, over y)."""
+    z = y if storage is torch.float32 else torch.empty_like(y, dtype=storage)
+    return *layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z), z
 
 
 def post_norm_backward(
@@ -37,7 +46,7 @@ class _PostNorm(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_out):
         z, mean, rstd, weight = ctx.saved_tensors
         grad_z, grad_y, grad_weight, grad_beta, grad_bias = post_norm_backward(

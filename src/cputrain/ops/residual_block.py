@@ -7,31 +7,35 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key
-from cputrain.ops.linear import OutputGradient, Precision, forward_product
+from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.linear import OutputGradient, forward_product
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
 class _ResidualBlock(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, precision):
-        sum_TO, kept = forward_product(x_TI, weight, None, precision, keep=ctx.needs_input_grad[2])
-        out, mean, rstd = post_norm_forward(sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key)
-        ctx.save_for_backward(kept, weight, norm_weight, sum_TO, mean, rstd)
-        ctx.p, ctx.key, ctx.precision, ctx.has_bias = p, key, precision, bias is not None
+    def forward(ctx, x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, arithmetic):
+        ctx.call = arithmetic.begin()
+        sum_TO, kept = forward_product(x_TI, weight, None, ctx.call, keep=ctx.needs_input_grad[2], passing="sum")
+        out, mean, rstd, kept_sum = post_norm_forward(
+            sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key, arithmetic.storage
+        )
+        ctx.save_for_backward(kept, weight, norm_weight, kept_sum, mean, rstd)
+        ctx.p, ctx.key, ctx.has_bias = p, key, bias is not None
         return out
 
     @staticmethod
-    @once_differentiable
+    @fp32_backward
     def backward(ctx, grad_out):
-        kept, weight, norm_weight, sum_TO, mean, rstd = ctx.saved_tensors
+        kept, weight, norm_weight, kept_sum, mean, rstd = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias = post_norm_backward(
-            grad_out.contiguous(), sum_TO, mean, rstd, norm_weight, ctx.p, ctx.key
+            grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         need_x, _, need_weight = ctx.needs_input_grad[:3]
-        grad = OutputGradient(grad_y, ctx.precision, need_x, need_weight)
+        grad = OutputGradient(grad_y, ctx.call, need_x, need_weight)
         grad_x = grad.of_input(weight) if need_x else None
         grad_weight = grad.of_weight(kept, weight.shape[1]) if need_weight else None
         grad_bias = grad_bias if ctx.has_bias else None
@@ -47,10 +51,10 @@ def residual_block(
     norm_bias: Tensor,
     eps: float,
     p: float,
-    precision: Precision = "fp32",
+    arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     key = draw_key() if p > 0 else 0
-    return _ResidualBlock.apply(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, precision)
+    return _ResidualBlock.apply(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, arithmetic)
 
 
 def plain(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, factors=None) -> Tensor:

@@ -38,22 +38,42 @@ def test_recomputed_value_and_places(isa, kind, with_bias):
     """The value from the backward is the forward's, and writing in place changes no bit."""
     h, grad = torch.randn(50, 77) * 3, torch.randn(50, 77)
     bias = torch.randn(77) if with_bias else None
-    value = activation_forward(h, bias, kind)
-    grad_h, grad_bias, again = activation_backward(grad, h, bias, kind, want_activation=True)
+    value, kept = activation_forward(h, bias, kind)
+    assert kept is h
+    again = torch.empty_like(h)
+    grad_h, grad_bias = activation_backward(grad, h, bias, kind, again)
     torch.testing.assert_close(again, value, rtol=5e-7, atol=1e-12)
     assert (grad_bias is None) == (bias is None)
-    in_place, _, nothing = activation_backward(grad, h, bias, kind, inplace=True)
-    assert nothing is None and in_place is grad and torch.equal(in_place, grad_h)
-    assert activation_forward(h, bias, kind, out=h) is h and torch.equal(h, value)
+    in_place, _ = activation_backward(grad, h, bias, kind, inplace=True)
+    assert in_place is grad and torch.equal(in_place, grad_h)
+    before = h.clone()
+    out, kept = activation_forward(h, bias, kind, torch.bfloat16, inplace=True)
+    assert out is h and torch.equal(h, value) and torch.equal(kept, before.bfloat16())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 7), (2, 63), (65, 65), (40, 200), (0, 5)])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_gradient_from_bf16_is_that_of_the_rounded_input(isa, threads, kind, shape, with_bias):
+    h, grad = torch.randn(shape) * 3, torch.randn(shape)
+    bias = torch.randn(shape[1]) if with_bias else None
+    _, kept = activation_forward(h.clone(), bias, kind, torch.bfloat16)
+    values = [torch.empty(shape), torch.empty(shape)]
+    ours = activation_backward(grad, kept, bias, kind, values[0])
+    rounded = activation_backward(grad, kept.float(), bias, kind, values[1])
+    for a, b in zip((*ours, values[0]), (*rounded, values[1]), strict=True):
+        assert a is b or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_same_bits_with_any_number_of_threads(isa, threads, with_bias):
     h, grad, bias = torch.randn(1111, 200), torch.randn(1111, 200), torch.randn(200) if with_bias else None
-    ours = activation_backward(grad, h, bias, "gelu", want_activation=True)
+    values = [torch.empty_like(h), torch.empty_like(h)]
+    ours = activation_backward(grad, h, bias, "gelu", values[0])
     torch.set_num_threads(1)
-    for with_threads, alone in zip(ours, activation_backward(grad, h, bias, "gelu", want_activation=True), strict=True):
-        assert with_threads is alone or torch.equal(with_threads, alone)
+    alone = activation_backward(grad, h, bias, "gelu", values[1])
+    for a, b in zip((*ours, values[0]), (*alone, values[1]), strict=True):
+        assert a is b or torch.equal(a, b)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -85,7 +105,7 @@ def test_gelu_keeps_its_digits_on_both_sides(isa):
     """Relative to the exact result; stock's own has none left at -6."""
     x = _floats(step=4999)
     exact = x.double() * torch.special.erfc(x.double() * -(0.5**0.5)) / 2
-    relative = ((activation_forward(x, None, "gelu").double() - exact) / exact).abs()
+    relative = ((activation_forward(x, None, "gelu")[0].double() - exact) / exact).abs()
     assert relative[x > -1].max() < 3 * 2**-23
     assert relative.max() < 5 * 2**-23
 

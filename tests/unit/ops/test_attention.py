@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from cputrain.ops import attention as module
-from cputrain.ops.attention import Sequences, attention, packed_attention, plain
+from cputrain.ops.attention import Sequences, attention, plain
 
 KEY = 0x9ABCDEF012345678
 
@@ -154,24 +154,30 @@ def test_padding_is_zero(isa, threads):
         assert x[outside].eq(0).all() and x[~outside].ne(0).any()
 
 
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_packed(isa, threads, p):
-    sequences = Sequences.from_lengths([77, 130, 5])
-    qkv = torch.randn(212, 3 * 4 * 20, requires_grad=True)
-    bias = torch.randn(4, 130, 130, requires_grad=True)
-    grad = torch.randn(212, 4, 20)
-    q, k, v = (x.detach().requires_grad_() for x in module.split_packed(qkv, 4))
-    packed = with_gradients(
-        lambda qkv, bias: packed_attention(qkv, sequences, heads=4, scale=0.3, causal=True, p=p, bias=bias),
-        [qkv, bias],
-        grad,
-    )
-    apart = with_gradients(
-        lambda *x: attention(*x[:3], sequences, scale=0.3, causal=True, p=p, bias=x[3]), [q, k, v, bias], grad
-    )
-    assert torch.equal(packed[0], apart[0])
-    assert torch.equal(packed[1], torch.cat([x.flatten(1) for x in apart[1:4]], 1))
-    assert torch.equal(packed[2], apart[4])
+def test_gradients_from_bf16_are_those_of_the_rounded_inputs(isa, threads):
+    """The backward reads what was kept as bf16 as it would read the same numbers as floats."""
+    sequences = Sequences.from_lengths([77, 130, 5, 1])
+    for size in (8, 20, 33, 64):
+        q, grad = torch.randn(213, 4, size), torch.randn(213, 4, size)
+        k, v = torch.randn(213, 2, size), torch.randn(213, 2, size)
+        out, lse = module.attention_forward(q, k, v, sequences, 0.3, True, 0.1, 7)
+        results = []
+        for kept in ([x.bfloat16() for x in (q, k, v, out)], [x.bfloat16().float() for x in (q, k, v, out)]):
+            grads = [torch.empty(x.shape) for x in (q, k, v)]
+            module.attention_backward(grad, *kept, lse, sequences, 0.3, True, 0.1, 7, None, *grads)
+            results.append(grads)
+        for a, b in zip(*results, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_bf16_storage_rounds_gradients_only(isa):
+    sequences = Sequences.from_lengths([70, 3])
+    inputs, grad = random_inputs(sequences, 4, 2, 20), torch.randn(73, 4, 20)
+    exact = with_gradients(lambda *x: attention(*x, sequences, scale=0.3), inputs, grad)
+    rounded = with_gradients(lambda *x: attention(*x, sequences, scale=0.3, storage=torch.bfloat16), inputs, grad)
+    assert torch.equal(exact[0], rounded[0])
+    for a, b in zip(rounded[1:], exact[1:], strict=True):
+        assert 1e-5 < ((a - b).norm() / b.norm()).item() < 1e-2
 
 
 def test_strides(isa):
@@ -299,7 +305,7 @@ def test_bad_bias_packing_and_lengths():
     with pytest.raises(ValueError, match=r"must broadcast to \(1 sequences, 4 heads, 9 queries, 9 keys\)"):
         attention(*inputs, sequences, scale=1.0, bias=torch.zeros(8, 8))
     with pytest.raises(ValueError, match="3 · 5 heads"):
-        packed_attention(torch.zeros(9, 48), sequences, heads=5, scale=1.0)
+        module.split_packed(torch.zeros(9, 48), 5)
     with pytest.raises(ValueError, match="must lie behind one another"):
         Sequences.from_lengths([4, -3])
 

@@ -8,6 +8,7 @@ from accuracy import assert_as_accurate
 
 from cputrain.ops import layer_norm as norm
 from cputrain.ops import post_norm as post
+from cputrain.ops.activation import activation_forward
 from cputrain.ops.dropout import factors
 
 KEY = 0x9ABCDEF012345678
@@ -121,12 +122,34 @@ def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
     y, bias, residual = torch.randn(9, 50), torch.randn(50), torch.randn(9, 50)
     weight, beta = torch.randn(50), torch.randn(50)
     expected = residual.double() + (y + bias).double() * (factors(KEY, p, 9, 50) if p else 1)
-    _, mean, rstd = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
+    _, mean, rstd, _ = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean, y.mean(1))
     torch.testing.assert_close(rstd, 1 / (y.var(1, unbiased=False) + 1e-5).sqrt())
     grad_z, grad_y, *_ = post.post_norm_backward(torch.randn(9, 50), y, mean, rstd, weight, p, KEY)
     assert (grad_z is grad_y) == (p == 0)
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 63), (65, 65), (33, 384)])
+@pytest.mark.parametrize("p", [0.0, 0.25])
+def test_sum_kept_as_bf16(isa, threads, shape, p):
+    """The result is the same to the bit, the sum is rounded, and the gradient is that of the rounded sum."""
+    y, residual, bias, weight, beta = (torch.randn(s) for s in (shape, shape, *[shape[1:]] * 3))
+    out, mean, rstd, z = post.post_norm_forward(y.clone(), bias, residual, weight, beta, 1e-5, p, KEY)
+    again, mean16, rstd16, kept = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY, torch.bfloat16)
+    assert torch.equal(out, again) and torch.equal(mean, mean16) and torch.equal(rstd, rstd16)
+    assert torch.equal(kept, z.bfloat16())
+    grad = torch.randn(shape)
+    ours = post.post_norm_backward(grad, kept, mean, rstd, weight, p, KEY)
+    rounded = post.post_norm_backward(grad, kept.float(), mean, rstd, weight, p, KEY)
+    for a, b in zip(ours, rounded, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_bf16_of_what_is_no_number(isa):
+    values = torch.tensor([torch.inf, -torch.inf, torch.nan, -0.0, 1e-42, 3.4e38, 1.00390625, 1.01171875]).repeat(5)
+    _, kept = activation_forward(values, None, "identity", torch.bfloat16)
+    torch.testing.assert_close(kept, values.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
 def test_post_norm_leaves_its_inputs_alone(isa):

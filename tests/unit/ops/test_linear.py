@@ -1,36 +1,71 @@
-"""Several linear layers on one input as one product."""
+"""A linear layer in every arithmetic."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.nn.functional import linear as plain
 
-from cputrain.ops.linear import joined_linear, joined_linear_plain
+from cputrain.ops.arithmetic import Arithmetic
+from cputrain.ops.linear import linear
 from tests.unit.ops.blocks import assert_equals_twin
 
 
-def _split(function, count):
-    def run(x, *rest):
-        biases = list(rest[count:]) or [None] * count
-        return function(x, list(rest[:count]), biases)
-
-    return run
-
-
 @pytest.mark.parametrize("rows", [0, 1, 7, 65])
-@pytest.mark.parametrize("sizes", [[8, 8, 8], [63, 1, 7], [16]])
+@pytest.mark.parametrize("out", [1, 8, 63])
 @pytest.mark.parametrize("biased", [True, False])
-def test_equals_plain_twin(rows, sizes, biased):
-    weights = [torch.randn(size, 65) for size in sizes]
-    biases = [torch.randn(size) for size in sizes] if biased else []
-    inputs = [torch.randn(rows, 65), *weights, *biases]
-    assert_equals_twin(_split(joined_linear, len(sizes)), _split(joined_linear_plain, len(sizes)), inputs)
+def test_equals_plain_twin(rows, out, biased):
+    inputs = [torch.randn(rows, 65), torch.randn(out, 65), *([torch.randn(out)] if biased else [])]
+    rest = [] if biased else [None]
+    assert_equals_twin(lambda *x: linear(*x, *rest), lambda *x: plain(*x, *rest), inputs)
 
 
-def test_frozen_weights_get_no_gradient():
-    x = torch.randn(5, 8, requires_grad=True)
-    weights = [torch.randn(3, 8, requires_grad=i == 1) for i in range(3)]
-    joined_linear(x, weights, [None] * 3).square().sum().backward()
-    expected = torch.autograd.grad((x @ weights[1].t()).square().sum(), weights[1])[0]
-    assert weights[0].grad is None and weights[2].grad is None
-    torch.testing.assert_close(weights[1].grad, expected)
+def _with_gradients(function, x, w, bias):
+    x, w, bias = (t.clone().requires_grad_() for t in (x, w, bias))
+    out = function(x, w, bias)
+    out.square().sum().backward()
+    return out, x.grad, w.grad, bias.grad
+
+
+# (kind, the greatest relative error of result and gradients, and of those that nothing was rounded for)
+@pytest.mark.parametrize(("kind", "limits"), [
+    ("int16", (3e-4, 3e-4, 3e-4, 3e-4)),
+    ("bf16", (1e-6, 1e-6, 4e-3, 1e-6)),  # only what was kept is rounded: the weight's gradient alone shows it
+    ("native_bf16", (1e-2, 1e-2, 1e-2, 1e-2)),
+])  # fmt: skip
+@pytest.mark.parametrize("rows", [1, 7, 130])
+def test_low_precision_is_as_exact_as_it_says(isa, threads, kind, limits, rows):
+    x, w, bias = torch.randn(rows, 200), torch.randn(40, 200), torch.randn(40)
+    exact = _with_gradients(plain, x.double(), w.double(), bias.double())
+    ours = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    for a, b, limit in zip(ours, exact, limits, strict=True):
+        assert a.dtype is torch.float32
+        assert ((a - b).norm() / b.norm()).item() < limit
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16", "native_bf16"])
+def test_frozen_parts_get_no_gradient(kind):
+    x, w, bias = torch.randn(5, 8), torch.randn(3, 8, requires_grad=True), torch.randn(3)
+    linear(x, w, bias, Arithmetic(kind)).sum().backward()
+    torch.testing.assert_close(w.grad, x.sum(0).expand(3, 8), rtol=1e-2, atol=1e-2)
+    w.grad = None
+    x.requires_grad_(), w.requires_grad_(False)
+    linear(x, w, bias, Arithmetic(kind)).sum().backward()
+    assert w.grad is None
+    torch.testing.assert_close(x.grad, w.sum(0).expand(5, 8), rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16", "native_bf16"])
+def test_backward_inside_autocast_is_not_touched_by_it(kind):
+    """Stock's own products would become bf16 there, and kernels read floats."""
+    x, w, bias = torch.randn(64, 96), torch.randn(32, 96), torch.randn(32)
+
+    def gradients(on):
+        a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
+        out = linear(a, b, bias, Arithmetic(kind)).square().sum()
+        with torch.autocast("cpu", torch.bfloat16, enabled=on):
+            out.backward()
+        return a.grad, b.grad
+
+    for with_autocast, without in zip(gradients(True), gradients(False), strict=True):
+        assert torch.equal(with_autocast, without)

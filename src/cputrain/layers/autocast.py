@@ -1,0 +1,49 @@
+"""What autocast to bf16 means inside an optimised model.
+
+Trainer, Accelerate and users put it around the whole forward. On a CPU without bf16 it would emulate every product, ten
+times slower than fp32: there it is switched off inside the model, and what the user gets instead is the model's own
+precision. On a CPU that has bf16 and a model that is to use it, it is switched on for everything that isn't ours; our
+own parts convert what they multiply themselves.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cputrain import hardware
+from cputrain.ops.arithmetic import Arithmetic
+
+logger = logging.getLogger("cputrain")
+
+# module.__dict__ key of a model whose parts run under autocast, because the CPU is fast at it.
+RUNS_IN_BF16 = "_cputrain_runs_in_bf16"
+
+
+def wanted(module: nn.Module, arithmetic: Arithmetic) -> bool | None:
+    """Whether autocast to bf16 should be on while `module` runs; None: as it is."""
+    if RUNS_IN_BF16 in module.__dict__:
+        return None if torch.is_autocast_enabled("cpu") else True
+    if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is not torch.bfloat16:
+        return None
+    if arithmetic.kind == "native_bf16":
+        return False
+    if hardware.has_bf16():
+        return None
+    _say_once()
+    return False
+
+
+def as_floats(values: Iterable[Any]) -> list[Any]:
+    """What came from a part that ran under autocast, as the fp32 that the parameters are in."""
+    return [x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in values]
+
+
+@cache
+def _say_once() -> None:
+    logger.warning("autocast to bf16 is switched off inside the model: this CPU has no bf16, and would emulate it")

@@ -1,0 +1,123 @@
+"""In which number format a layer's products run, how its activations are kept, and a look at whether that is exact.
+
+fp32   products in fp32, activations kept as they are.
+int16  products of block-scaled 16-bit integers (ops/matmul.py), activations kept in fp32 or as they were packed.
+bf16   products in fp32, everything that is kept from the forward to the backward rounded to bf16: half the memory on
+       any CPU, and never the emulation of bf16 products, which is ten times slower than fp32.
+native_bf16   the same, and the products' operands are bf16 too: for CPUs that multiply bf16 themselves.
+
+An int16 product loses what is small beside the largest values of its block; nearly always that is far less than bf16
+loses everywhere. A layer where it is not (huge outliers that the other operand cancels) is found by a look at a sample
+of each product every so often, and computes in fp32 from its next forward on.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cputrain.ops import matmul
+
+logger = logging.getLogger("cputrain")
+
+Kind = Literal["fp32", "int16", "bf16", "native_bf16"]
+
+_STORAGE = {"bf16": torch.bfloat16, "native_bf16": torch.bfloat16}
+
+# A look multiplies 16 vectors of each side: well under a millisecond, once in so many forwards of a layer.
+LOOK_EVERY, SAMPLE = 256, 16
+# bf16 has 8 significant bits: a result that is closer than half a unit of the last is as good, whatever bf16 would do.
+TOLERATED = 2.0**-9
+
+
+@dataclass
+class Arithmetic:
+    """How one layer computes, and what was found when somebody looked."""
+
+    kind: Kind = "fp32"
+    forwards: int = 0
+    trouble: str | None = None  # why its products returned to fp32
+
+    def __deepcopy__(self, memo: dict) -> Arithmetic:
+        return Arithmetic(self.kind, self.forwards, self.trouble)
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a pickled model is loaded as stock, even where cputrain isn't installed
+
+    @property
+    def storage(self) -> torch.dtype:
+        """The type of what is kept from a forward to its backward."""
+        return _STORAGE.get(self.kind, torch.float32)
+
+    def begin(self) -> Call:
+        """To be asked once in each forward; the backward belongs to the same call."""
+        looks = self.kind == "int16" and self.trouble is None and self.forwards % LOOK_EVERY == 0
+        self.forwards += 1
+        return Call("fp32" if self.trouble else self.kind, self if looks else None, self.forwards)
+
+
+@dataclass
+class Call:
+    """One forward of a layer, and its backward."""
+
+    kind: Kind
+    watched: Arithmetic | None = None
+    number: int = 0
+    # Columns of inputs of which only the packed form is kept, by where that lies: what a look at the weight's gradient
+    # needs. Copies of a few columns, now and then; not part of the graph.
+    _columns: dict[int, Tensor] = field(default_factory=dict)
+
+    def keep(self, x: Tensor) -> Tensor:
+        """`x` as it is kept for the backward; `kept_as_float` reads it."""
+        return x.to(_STORAGE.get(self.kind, torch.float32))
+
+    def note_columns(self, kept: Tensor, x_TI: Tensor) -> None:
+        if self.watched is not None:
+            self._columns[kept.data_ptr()] = x_TI[:, self._spread(x_TI.shape[1])].t().contiguous()
+
+    def look_at_rows(self, what: str, x_TI: Tensor, w: Tensor, transposed: bool = False) -> None:
+        """Samples the product of the rows of x with those of w (or with its columns)."""
+        if self.watched is not None and x_TI.numel() and w.numel():
+            right = w[:, self._spread(w.shape[1])].t() if transposed else w[self._spread(w.shape[0])]
+            self._look(what, x_TI[self._spread(x_TI.shape[0])], right)
+
+    def look_at_columns(self, what: str, dy_TO: Tensor, kept: Tensor) -> None:
+        columns = self._columns.get(kept.data_ptr())
+        if self.watched is not None and columns is not None and dy_TO.numel():
+            self._look(what, dy_TO[:, self._spread(dy_TO.shape[1])].t(), columns)
+
+    def _spread(self, count: int) -> Tensor:
+        """A few places in 0 … count - 1, far apart, others in another call; nobody's random numbers are used."""
+        return (torch.arange(min(SAMPLE, count)) * max(count // SAMPLE, 1) + self.number) % count
+
+    def _look(self, what: str, left: Tensor, right: Tensor) -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            error, bound = sampled_error(left.detach(), right.detach())
+        assert self.watched is not None
+        if error > bound and self.watched.trouble is None:
+            self.watched.trouble = f"in a sample of {what} int16 was off by {error:.1e} of the result, bf16 by less"
+            logger.warning("a layer's products return to fp32: %s", self.watched.trouble)
+
+
+FP32 = Arithmetic()
+
+
+def kept_as_float(kept: Tensor) -> Tensor:
+    return kept.float()  # itself where it is float
+
+
+def sampled_error(left: Tensor, right: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None):
+    """(error of the int16 product of these vectors, the most that is tolerated), relative to the result's norm."""
+    exact = left.double() @ right.double().t()
+    size = exact.norm().item()
+    if not torch.finfo(torch.float32).tiny < size < float("inf"):
+        return 0.0, TOLERATED  # nothing that fp32 would not lose, or infinities that it has too
+    found = (product or matmul.linear_forward)(left.contiguous(), right.contiguous())
+    bf16 = left.bfloat16().double() @ right.bfloat16().double().t()
+    error, usual = ((y.double() - exact).norm().item() / size for y in (found, bf16))
+    return error, max(usual, TOLERATED)

@@ -1,0 +1,84 @@
+"""Query, key and value as one product, and attention on it: one operator, so that what lies between is never a tensor
+that somebody else may hold.
+
+Kept for the backward: x, the product and the attention's output (all as the arithmetic says), the log-sum-exp. The
+joined weight is a copy, made anew in the backward.
+
+Shapes: x_TI tokens × in-features, three weights (heads · size) × I.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from cputrain.ops import workspace
+from cputrain.ops.arithmetic import FP32, Arithmetic
+from cputrain.ops.attention import Sequences, attention_backward, attention_forward, split_packed
+from cputrain.ops.attention import plain as attention_plain
+from cputrain.ops.dropout import draw_key
+from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.linear import OutputGradient, forward_product
+
+
+class _SelfAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x_TI, sequences, heads, scale, causal, p, key, arithmetic, *weights_and_biases):
+        weights, biases = weights_and_biases[:3], weights_and_biases[3:]
+        ctx.call = arithmetic.begin()
+        bias = None if biases[0] is None else torch.cat(biases)
+        need_weights = any(ctx.needs_input_grad[8:11])
+        qkv, kept = forward_product(x_TI, torch.cat(weights), bias, ctx.call, keep=need_weights, passing="qkv")
+        ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
+        out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key)
+        ctx.save_for_backward(kept, ctx.call.keep(qkv), ctx.call.keep(out), lse, *weights)
+        return out.flatten(1)
+
+    @staticmethod
+    @fp32_backward
+    def backward(ctx, grad):
+        kept, qkv, out, lse, *weights = ctx.saved_tensors
+        dqkv = workspace.floats("qkv", *qkv.shape)
+        grad = grad.contiguous().view(out.shape)
+        parts = (*split_packed(qkv, ctx.heads), out, lse, *ctx.settings, None, *split_packed(dqkv, ctx.heads))
+        attention_backward(grad, *parts)
+        need_x, need_weights, need_biases = (
+            ctx.needs_input_grad[0],
+            ctx.needs_input_grad[8:11],
+            ctx.needs_input_grad[11:],
+        )
+        gradient = OutputGradient(dqkv, ctx.call, need_x, any(need_weights), any(need_biases))
+        grad_x = gradient.of_input(torch.cat(weights)) if need_x else None
+        grad_weight = gradient.of_weight(kept, weights[0].shape[1]) if any(need_weights) else None
+        return grad_x, *[None] * 7, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)
+
+
+def _thirds(joined: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None]:
+    """The joined gradient cut up again; parts that nobody needs are left out."""
+    if joined is None:
+        return [None] * 3
+    return [part if need else None for part, need in zip(joined.chunk(3), needed, strict=True)]
+
+
+def self_attention(
+    x_TI: Tensor,
+    weights: list[Tensor],
+    biases: list[Tensor | None],
+    sequences: Sequences,
+    *,
+    heads: int,
+    scale: float,
+    causal: bool = False,
+    p: float = 0.0,
+    arithmetic: Arithmetic = FP32,
+) -> Tensor:
+    """`attention` of x's queries, keys and values, tokens × (heads · size); all three have a bias or none has."""
+    key = draw_key() if p > 0 else 0
+    return _SelfAttention.apply(x_TI, sequences, heads, scale, causal, p, key, arithmetic, *weights, *biases)
+
+
+def plain(x_TI, weights, biases, sequences, *, heads, scale, causal=False, p=0.0, key=0) -> Tensor:
+    """The same in PyTorch, once the key is drawn."""
+    parts = (torch.nn.functional.linear(x_TI, w, b) for w, b in zip(weights, biases, strict=True))
+    q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
+    return attention_plain(q, k, v, sequences, scale=scale, causal=causal, p=p, key=key).flatten(1)

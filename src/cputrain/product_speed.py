@@ -1,0 +1,97 @@
+"""How much faster than fp32 a layer's products are in another format on this CPU: measured once, and remembered.
+
+The three products of a linear layer, packing and converting included, against torch's own, interleaved, for at most two
+seconds. What was found is kept in the user's cache folder for this CPU, these threads and these versions.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from cputrain import __version__, hardware, native
+from cputrain.ops.arithmetic import Arithmetic, Kind
+from cputrain.ops.linear import OutputGradient, forward_product
+
+logger = logging.getLogger("cputrain")
+
+# 0.9 billion multiplications: 20 ms on a core with AVX2. Large enough that threads pay, as in a real layer.
+_TOKENS, _IN, _OUT = 512, 768, 768
+_SECONDS, _ROUNDS = 1.5, 9
+
+
+def ratio(kind: Kind) -> float:
+    """Time of fp32 over the time of `kind`: above 1 if it pays."""
+    name = _key(kind)
+    known = _read()
+    if name not in known:
+        known[name] = round(measure(kind), 3)
+        _write(known)
+    return known[name]
+
+
+def measure(kind: Kind) -> float:
+    generator = torch.Generator().manual_seed(0)
+    x, w, dy = (
+        torch.randn(*size, generator=generator, dtype=torch.float32)
+        for size in ((_TOKENS, _IN), (_OUT, _IN), (_TOKENS, _OUT))
+    )
+    end = time.perf_counter() + _SECONDS
+    ratios: list[float] = []
+    with torch.no_grad(), torch.autocast("cpu", enabled=False):
+        for measured in range(_ROUNDS + 1):
+            theirs, ours = _seconds("fp32", x, w, dy), _seconds(kind, x, w, dy)
+            if measured or time.perf_counter() > end:  # the first round warms up, unless it took too long already
+                ratios.append(theirs / ours)
+            if time.perf_counter() > end:
+                break
+    return statistics.median(ratios)
+
+
+def _seconds(kind: Kind, x: Tensor, w: Tensor, dy: Tensor) -> float:
+    call = Arithmetic(kind, forwards=1).begin()
+    start = time.perf_counter()
+    _, kept = forward_product(x, w, None, call)
+    gradient = OutputGradient(dy, call, True, True)
+    gradient.of_input(w)
+    gradient.of_weight(kept, w.shape[1])  # type: ignore[arg-type]
+    return time.perf_counter() - start
+
+
+def _key(kind: Kind) -> str:
+    machine = hardware.this_machine()
+    return " | ".join(
+        (machine.model.value, native.kernels().isa, f"{torch.get_num_threads()} threads", f"cputrain {__version__}",
+         f"torch {torch.__version__}", kind)
+    )  # fmt: skip
+
+
+def _file() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cputrain" / "product_speed.json"
+
+
+def _read() -> dict[str, float]:
+    try:
+        known = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return {k: v for k, v in known.items() if isinstance(v, (int, float))} if isinstance(known, dict) else {}
+
+
+def _write(known: dict[str, float]) -> None:
+    """In one go, so that two processes at once leave one whole file; without a cache folder it is measured again."""
+    try:
+        _file().parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=_file().parent, delete=False) as file:
+            json.dump(known, file, indent=1)
+        os.replace(file.name, _file())
+    except OSError as error:
+        logger.info("the speed of products can't be remembered: %s", error)

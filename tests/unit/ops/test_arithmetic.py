@@ -1,0 +1,93 @@
+"""The look at a sample of int16 products: it stays quiet on ordinary numbers, and finds a layer that int16 spoils."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+
+from cputrain.ops import arithmetic as module
+from cputrain.ops.arithmetic import Arithmetic, sampled_error
+from cputrain.ops.linear import linear
+
+
+def _spoiled(rows=64, features=128, out=48):
+    """One huge feature that no weight listens to: int16 rounds all others to its unit, bf16 each by itself."""
+    x, w = torch.randn(rows, features), torch.randn(out, features)
+    x[:, 3], w[:, 3] = 3e5, 0.0
+    return x, w
+
+
+_ORDINARY = [
+    lambda *s: torch.randn(s),
+    lambda *s: torch.randn(s).exp(),
+    lambda *s: torch.randn(s) * 10.0 ** torch.randn(s[0], 1),
+    lambda *s: (torch.rand(s) > 0.9).float(),
+    lambda *s: torch.zeros(s),
+    lambda *s: torch.full(s, 1e-30),
+    lambda *s: torch.randn(s) ** 5,
+]
+
+
+@pytest.mark.parametrize("make", _ORDINARY)
+def test_ordinary_numbers_give_no_trouble(make):
+    arithmetic = Arithmetic("int16")
+    x, w = make(96, 300).requires_grad_(), make(64, 300).requires_grad_()
+    linear(x, w, None, arithmetic).backward(torch.randn(96, 64))
+    assert arithmetic.trouble is None
+
+
+def test_a_spoiled_forward_returns_to_fp32(caplog):
+    arithmetic = Arithmetic("int16")
+    x, w = _spoiled()
+    exact = (x.double() @ w.double().t()).float()
+    first, second = (linear(x, w, None, arithmetic) for _ in range(2))
+    assert "forward product" in str(arithmetic.trouble) and "return to fp32" in caplog.text
+    assert (first - exact).norm() > 100 * (second - exact).norm()
+    torch.testing.assert_close(second, exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("what", "gradient_of"), [("input gradient", "x"), ("weight gradient", "w")])
+def test_spoiled_gradients_are_found_too(what, gradient_of):
+    x, w, dy = torch.randn(64, 40), torch.randn(48, 40), torch.randn(64, 48)
+    if gradient_of == "x":  # sums over out-features
+        dy[:, 5], w[5] = 3e5, 0.0
+    else:  # sums over tokens
+        dy[5], x[5] = 3e5, 0.0
+    x.requires_grad_(gradient_of == "x"), w.requires_grad_(gradient_of == "w")
+    arithmetic = Arithmetic("int16")
+    linear(x, w, None, arithmetic).backward(dy)
+    assert what in str(arithmetic.trouble)
+
+
+def test_looks_only_now_and_then(monkeypatch):
+    looked = []
+    monkeypatch.setattr(module, "sampled_error", lambda *a: looked.append(a) or (0.0, 1.0))
+    arithmetic = Arithmetic("int16")
+    for _ in range(2 * module.LOOK_EVERY):
+        linear(torch.randn(3, 4), torch.randn(5, 4), None, arithmetic)
+    assert len(looked) == 2
+    for left, right in looked:
+        assert len(left) <= module.SAMPLE and len(right) <= module.SAMPLE
+
+
+def test_sampled_error_is_that_of_the_kernel():
+    left, right = torch.randn(16, 384), torch.randn(16, 384)
+    error, tolerated = sampled_error(left, right)
+    assert 1e-6 < error < tolerated / 4 and tolerated < 1e-2
+
+
+def test_the_users_random_numbers_stay():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    linear(torch.ones(30, 8), torch.ones(20, 8), None, Arithmetic("int16"))
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_copies_know_and_pickles_forget():
+    arithmetic = Arithmetic("int16", 5, "why")
+    assert copy.deepcopy(arithmetic) == arithmetic
+    assert pickle.loads(pickle.dumps(arithmetic)) is None  # noqa: S301

@@ -1,0 +1,117 @@
+"""Which precision runs, and why: from the instruction sets, a veto by measurement, and rank 0's word."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+import torch
+import torch.multiprocessing
+
+from cputrain import hardware, precision, product_speed
+from cputrain.hardware import Fact
+
+pytestmark = pytest.mark.chooses_precision
+
+
+@pytest.fixture(autouse=True)
+def own_cache(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    precision.automatic.cache_clear()
+    precision._say_once.cache_clear()
+    yield tmp_path / "cputrain" / "product_speed.json"
+    precision.automatic.cache_clear()
+    hardware.has_bf16.cache_clear()
+
+
+def _machine(monkeypatch, sets, **speeds):
+    """A CPU of these instruction sets, on which products are as fast as said."""
+    import dataclasses
+
+    machine = dataclasses.replace(
+        hardware.detect(), instruction_sets=Fact(tuple(sets), "made up"), model=Fact("Made Up 9000", "made up")
+    )
+    monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+    hardware.has_bf16.cache_clear()
+    monkeypatch.setattr(product_speed, "ratio", lambda kind: speeds[kind])
+
+
+@pytest.mark.parametrize(("sets", "speeds", "dtype", "kind", "said"), [
+    (["avx2"], {"int16": 1.42}, "int16", "int16", "(Made Up 9000) has AVX2 but no bf16; measured 1.42 × fp32"),
+    (["avx2", "avx512bw"], {"int16": 1.6}, "int16", "int16", "has AVX-512 but no bf16"),
+    (["avx2"], {"int16": 0.9}, "fp32", "fp32", "measured int16 only 0.90 × fp32"),
+    (["sse4_2"], {}, "fp32", "fp32", "neither bf16 nor AVX2"),
+    (["avx2", "avx512bw", "avx512_bf16"], {"native_bf16": 1.9, "int16": 1.5}, "bf16", "native_bf16", "multiplies bf16"),
+    (["avx2", "amx_bf16"], {"native_bf16": 0.5, "int16": 1.5}, "int16", "int16", "has AVX2; measured 1.50"),
+    (["avx2", "amx_bf16"], {"native_bf16": 0.5, "int16": 0.7}, "fp32", "fp32", "bf16 only 0.50 × fp32 and int16 only"),
+])  # fmt: skip
+def test_auto(monkeypatch, sets, speeds, dtype, kind, said):
+    _machine(monkeypatch, sets, **speeds)
+    choice = precision.choose("auto")
+    assert (choice.dtype, choice.kind) == (dtype, kind) and said in choice.reason
+
+
+def test_bf16_without_hardware_says_what_runs_and_what_is_better(monkeypatch, caplog):
+    _machine(monkeypatch, ["avx2"], int16=1.5)
+    choice = precision.choose(torch.bfloat16)
+    assert (choice.dtype, choice.kind) == ("bf16", "bf16")
+    assert "products run in fp32" in caplog.text and "int16' is more exact" in caplog.text and "1.50 ×" in caplog.text
+    precision.choose("bf16")
+    assert len(caplog.records) == 1
+
+
+def test_bf16_with_hardware(monkeypatch):
+    _machine(monkeypatch, ["avx2", "avx512_bf16"])
+    assert precision.choose("bf16").kind == "native_bf16"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float32", "", torch.float16, torch.int8, 3])
+def test_what_does_not_exist_is_refused(dtype):
+    with pytest.raises(ValueError, match="dtype must be 'auto'"):
+        precision.choose(dtype)
+
+
+def test_speed_is_measured_once_and_remembered(own_cache, monkeypatch):
+    measured = []
+    monkeypatch.setattr(product_speed, "measure", lambda kind: measured.append(kind) or 1.2345)
+    assert [product_speed.ratio("int16") for _ in range(3)] == [1.234, 1.234, 1.234] or measured == ["int16"]
+    assert measured == ["int16"]
+    (name,) = json.loads(own_cache.read_text())
+    assert hardware.this_machine().model.value in name and "int16" in name and torch.__version__ in name
+    assert list(own_cache.parent.iterdir()) == [own_cache]  # no temporary file is left
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"a": "b"}', "\0"])
+def test_a_broken_cache_is_no_cache(own_cache, content, monkeypatch):
+    own_cache.parent.mkdir(parents=True)
+    own_cache.write_text(content)
+    monkeypatch.setattr(product_speed, "measure", lambda kind: 2.0)
+    assert product_speed.ratio("int16") == 2.0
+    assert 2.0 in json.loads(own_cache.read_text()).values()
+
+
+def test_without_a_place_to_remember_it_is_measured_again(monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
+    monkeypatch.setattr(product_speed, "measure", lambda kind: 2.0)
+    assert product_speed.ratio("int16") == 2.0
+
+
+@pytest.mark.parametrize("kind", ["int16", "bf16"])
+def test_measurement_is_real_and_ends(kind):
+    begin = time.perf_counter()
+    assert 0.02 < product_speed.measure(kind) < 50
+    assert time.perf_counter() - begin < 20  # two seconds, on a machine that does nothing else
+
+
+def _rank(rank, folder):
+    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
+    precision.automatic = lambda: precision.Choice(f"choice of {rank}", "int16", "because")  # type: ignore[assignment]
+    (folder / f"{rank}").write_text(precision.choose("auto").dtype)
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+def test_all_ranks_take_the_first_ones_answer(tmp_path):
+    torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)
+    assert [(tmp_path / name).read_text() for name in "01"] == ["choice of 0"] * 2
