@@ -90,7 +90,7 @@ SECRETS = {"HF_TOKEN": "hush", "OMP_NUM_THREADS": "3"}
 def test_intel(tmp_path) -> None:
     words = mpi.command(INTEL, 3, "/h", SECRETS, "/work", ["python", "x.py"])
     assert words == [
-        "/opt/bin/mpirun", "-bootstrap", "ssh", "-f", "/h", "-n", "3", "-wdir", "/work",
+        "/opt/bin/mpirun", "-bootstrap", "ssh", "-machinefile", "/h", "-n", "3", "-wdir", "/work",
         "-genvlist", "HF_TOKEN,OMP_NUM_THREADS", "python", "x.py",
     ]  # fmt: skip
     assert mpi.hosts_text(INTEL, MACHINES) == "a:2\nb:1\n"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import atexit
-import json
 import logging
 import os
 import socket
@@ -29,7 +28,8 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         processes.die_with(os.getppid())
     place = _as_place(ranks.find(environ))
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
-    unlabel = output.label(place.rank, **json.loads(labels)) if labels and place else None
+    bars, _, folder = (labels or "").partition(":")
+    unlabel = output.label(place.rank, folder or None, bars == "1") if labels and place else None
     _check_size(place, environ)
     exchange = _meet(place, environ) if place else None
     if unlabel:

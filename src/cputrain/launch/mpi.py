@@ -41,7 +41,7 @@ class Mpi:
             return {"OMPI_MCA_plm_rsh_args": " ".join(SSH_OPTIONS), "OMPI_MCA_hwloc_base_binding_policy": "none"}
         if self.kind == "MPICH":
             return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(SSH_OPTIONS)}
-        root = Path(self.command).resolve().parents[1]
+        root = Path(self.command).absolute().parents[1]
         return {
             "I_MPI_ROOT": str(root),
             "I_MPI_PIN": "0",
@@ -67,16 +67,19 @@ def find(environ: Mapping[str, str], asked: str | None = None) -> Mpi | None:
 
 def identify(command: str) -> Mpi | None:
     """By what it says of itself."""
-    root = str(Path(command).resolve().parents[1])
-    environ = {**os.environ, "I_MPI_ROOT": root}
+    folder = Path(command).absolute().parent
+    # Intel's mpirun is a script that calls whichever mpiexec.hydra stands first on the PATH, perhaps MPICH's.
+    environ = {**os.environ, "I_MPI_ROOT": str(folder.parent), "PATH": f"{folder}:{os.environ.get('PATH', '')}"}
     try:
         answer = subprocess.run([command, "--version"], capture_output=True, text=True, env=environ, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return None
+    hydra = folder / "mpiexec.hydra"
     for kind, pattern in _KINDS:
         found = re.search(pattern, answer.stdout, re.DOTALL)
         if found:
-            return Mpi(kind, found[1].rstrip("."), command)
+            exact = str(hydra) if kind == "Intel" and hydra.exists() else command
+            return Mpi(kind, found[1].rstrip("."), exact)
     return None
 
 
@@ -96,7 +99,8 @@ def command(
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         named = [word for name in listed for word in ("-x", name)]
         return [mpi.command, *root, "-np", str(size), *hosts, "--wdir", folder, *named, *program]
-    hosts = ["-f", hostfile] if hostfile else []
+    # Intel's -f ignores the numbers behind the hosts.
+    hosts = ["-machinefile" if mpi.kind == "Intel" else "-f", hostfile] if hostfile else []
     named = ["-genvlist", ",".join(listed)]
     bootstrap = ["-bootstrap", "ssh"] if hostfile and mpi.kind == "Intel" else []
     return [mpi.command, *bootstrap, *hosts, "-n", str(size), "-wdir", folder, *named, *program]

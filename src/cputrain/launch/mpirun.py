@@ -21,7 +21,10 @@ def run(
         hostfile = Path(place) / "hosts"
         hostfile.write_text(mpi.hosts_text(found, machines))
         words = command(found, machines, str(hostfile), environment, folder, program)
-        return _supervised(words, {**os.environ, **environment})
+        variables = {**os.environ, **environment}
+        # MPICH 4.0 doesn't pass the last variable on to other machines; as from a shell, that is this one.
+        variables.pop("_", None)
+        return _supervised(words, {**variables, "_": words[0]})
 
 
 def command(

@@ -5,6 +5,7 @@ the order comes as one line of JSON on standard input, and the end of standard i
 
 from __future__ import annotations
 
+import importlib
 import json
 import logging
 import os
@@ -56,9 +57,9 @@ def from_json(line: str) -> Order:
 
 def run(order: Order) -> int:
     """Starts the ranks and waits for them; the exit code is the one of the rank that failed first."""
+    _quiet_agent()
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    _quiet_agent()
     processes.adopt_orphans()
     os.environ.update(order.environment)
     os.environ["CPUTRAIN_PARENT"] = str(os.getpid())
@@ -125,8 +126,13 @@ def _no_meeting(order: Order, error: Exception) -> str:
 
 
 def _quiet_agent() -> None:
-    """We say ourselves, in a sentence, what the agent would say in a table."""
+    """We say ourselves, in a sentence, what the agent would say in a table; ranks keep their own level."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    before = os.environ.get("TORCH_CPP_LOG_LEVEL")
+    os.environ["TORCH_CPP_LOG_LEVEL"] = before or "ERROR"  # read once, when torch is imported
+    importlib.import_module("torch")
+    if before is None:
+        del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
 def _logs(output: Output) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import secrets
 import sys
 from collections.abc import Callable, Mapping
@@ -185,7 +184,7 @@ def _needed_mpi(task: Task, asked: str | None) -> mpi.Mpi:
 def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi, reason: str) -> Plan:
     size = sum(machine.processes for machine in machines)
     added = {**task.added, **found.environment, **environment.of_several(size), **_mpi_meeting(config, machines, found)}
-    added[join.LABEL] = json.dumps({"folder": config.log_dir, "bars": task.bars})
+    added[join.LABEL] = f"{int(task.bars)}:{config.log_dir or ''}"
     variables = environment.forwarded(task.inherited, added)
     program = [sys.executable, *node.rank_arguments(task.program)]
     shown = mpirun.command(found, machines, "HOSTFILE", variables, task.folder, program)
