@@ -73,5 +73,5 @@ def launch(
 
 def shown(output: str) -> list[dict]:
     """What each rank saw, by rank."""
-    found = [json.loads(text) for text in re.findall(r"SHOWN (\{.*\})", output)]
+    found = [json.loads(text) for text in re.findall(r"(\{\"RANK\"[^{}]*\})", output)]
     return sorted(found, key=lambda one: int(one["RANK"] or 0))
