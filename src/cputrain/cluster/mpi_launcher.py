@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,12 +46,14 @@ def ssh_configuration(folder: str, known_hosts: str) -> str:
 def mpirun(
     mpi: str, hostfile: str, workers: list[tuple[str, int]], forward: list[str], command: list[str]
 ) -> list[str]:
+    # Debian names them so that both can be installed.
+    program = shutil.which(f"mpirun.{mpi}") or "mpirun"
     ranks, slots = str(sum(slots for _, slots in workers)), str(workers[0][1])
     if mpi == "openmpi":
         # Open MPI binds each of one or two ranks to a single core by itself; `cputrain launch` places them better.
-        start = ["mpirun", "--hostfile", hostfile, "-np", ranks, "--bind-to", "none"]
+        start = [program, "--hostfile", hostfile, "-np", ranks, "--bind-to", "none"]
         return [*start, *(word for name in forward for word in ("-x", name)), *command]
-    start = ["mpirun", "-f", hostfile, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
+    start = [program, "-f", hostfile, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
     return [*start, *(["-bootstrap", "ssh"] if mpi == "intel" else ["-bind-to", "none"]), *command]
 
 
