@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain import memory, native, precision
+from cputrain import memory, native, precision, settings
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
@@ -67,7 +67,9 @@ def optimize(
 
     Class, parameter names, checkpoints and results stay; `explain(model)` lists what was replaced, `restore(model)`
     undoes it. With `padding="drop"` padded positions are never computed; "keep" gives stock's padded numbers.
+    CPUTRAIN_DTYPE and CPUTRAIN_PADDING win over both arguments.
     """
+    dtype, padding = settings.win_over(dtype, padding)  # type: ignore[assignment]
     _check(model, optimizer, padding)
     native.kernels()  # a library that doesn't load is reported before anything is touched
     choice = precision.choose(dtype)

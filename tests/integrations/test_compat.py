@@ -66,6 +66,16 @@ def test_level_O0_changes_nothing() -> None:
     assert not api.is_optimized(ipex.optimize(bert(), level="O0", inplace=True))
 
 
+def test_ipex_off_in_the_configuration_is_stock_and_said_once(monkeypatch, caplog) -> None:
+    monkeypatch.setenv("CPUTRAIN_IPEX", "false")
+    model = bert()
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        assert ipex.optimize(model, optimizer=optimizer, inplace=True) == (model, optimizer)
+    assert not api.is_optimized(model)
+    assert sum("stays out: IPEX is off" in line for line in caplog.messages) == 1
+
+
 def test_other_dtypes_are_refused() -> None:
     with pytest.raises(Refused, match=r"found dtype=torch\.float16"):
         ipex.optimize(bert(), dtype=torch.float16)

@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "cputrain"
 # Each part, and what it may import directly; what those may import is allowed too.
 MAY_IMPORT = {
     "hardware": [],
+    "settings": [],
     "native": ["hardware"],
     "ops": ["native"],
     "memory": ["native"],
@@ -31,6 +32,7 @@ MAY_IMPORT = {
         "optimizers",
         "padding",
         "precision",
+        "settings",
     ],  # not "optimize": that is the function's name
     "distributed": ["native"],
     "launch": ["hardware"],

@@ -116,7 +116,8 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
         return
     explanation = api.explain(model)
     if all(how.startswith(("left alone", "as stock;")) for _, _, how in explanation.modules):
-        say_once(f"{name} trains as stock: cputrain.explain(model) says what it looked for")
+        left = [f"{where} {how}" for where, _, how in explanation.modules if how.startswith("left alone")]
+        say_once(f"{name} trains as stock: {left[0] if left else 'it has no part that cputrain knows'}")
     else:
         mention_once(f"{name} is optimised: " + ", ".join(f"{what} {value}" for what, value, _ in explanation.facts))
 

@@ -31,6 +31,9 @@ def optimize(
         say_once(f"ipex.optimize: {', '.join(sorted(others))} has no effect in cputrain")
     if not inplace:
         model, optimizer = copy.deepcopy((model, optimizer))  # together: the optimizer's parameters are the model's
+    if settings.is_off():
+        say_once("cputrain stays out: IPEX is off in the configuration, so ipex.optimize changes nothing")
+        level = "O0"
     if level == "O0":
         return model if optimizer is None else (model, optimizer)
     precision = settings.precision(script_asks_for_bf16=dtype is torch.bfloat16)

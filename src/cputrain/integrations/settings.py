@@ -5,16 +5,14 @@ Kept in the environment, so that processes which the script starts have the same
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING
 
 from cputrain.integrations.notices import Refused, say_once
+from cputrain.settings import DTYPE, DTYPES, PADDING, PADDINGS, one_of
 
 if TYPE_CHECKING:
     from cputrain.api import Padding
 
-DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
-PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
 # A configuration's `ipex: false`. Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
 
@@ -57,7 +55,7 @@ def precision(script_asks_for_bf16: bool) -> str:
 
 
 def _one_of(name: str, known: tuple[str, ...]) -> str | None:
-    value = os.environ.get(name)
-    if value and value not in known:
-        raise Refused(f"{name} must be one of {', '.join(known)}, found {value!r}.")
-    return value or None
+    try:
+        return one_of(name, known)
+    except ValueError as error:
+        raise Refused(str(error)) from None

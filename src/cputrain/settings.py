@@ -1,0 +1,38 @@
+"""What the environment asks of `optimize`, which wins over the script. `cputrain run --dtype …` writes it there."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
+PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
+
+logger = logging.getLogger("cputrain")
+
+
+def win_over(script_dtype: str | torch.dtype, script_padding: str) -> tuple[str | torch.dtype, str]:
+    """dtype and padding of a call of `optimize`, or what the environment says instead."""
+    dtype, padding = one_of(DTYPE, DTYPES), one_of(PADDING, PADDINGS)
+    for name, asked, given in ((DTYPE, dtype, script_dtype), (PADDING, padding, script_padding)):
+        if asked not in (None, given):
+            _say_once(f"{name}={asked} holds, in place of the script's {given}")
+    return dtype or script_dtype, padding or script_padding
+
+
+def one_of(name: str, known: tuple[str, ...]) -> str | None:
+    """A variable's value, None if it has none; a misspelt one is refused."""
+    value = os.environ.get(name)
+    if value and value not in known:
+        raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}.")
+    return value or None
+
+
+@functools.cache
+def _say_once(line: str) -> None:
+    logger.warning(line)
