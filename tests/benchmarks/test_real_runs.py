@@ -87,7 +87,7 @@ def test_a_model_without_dropout_differs_in_that_alone(place: Path, tmp_path: Pa
     ("benchmark", "options"),
     [
         ("trainer_run", ["--runs", "1", "--steps", "1", "--batch", "2", "--length", "48"]),
-        ("fine_tuning", ["--sides", "stock", "fp32", "int16", "--seeds", "1", "--questions", "8"]),
+        ("fine_tuning", ["--sides", "stock", "int16", "bf16", "--seeds", "1", "--questions", "8"]),
     ],
 )
 def test_a_small_run_goes_from_files_to_a_report(benchmark: str, options: list[str], place: Path) -> None:
