@@ -1,14 +1,15 @@
 """Batches without their padding: what travels through a model in place of a mask tensor.
 
 `PaddingMask` leaves transformers' mask factory: which positions of the padded batch are real, and stock's own mask if
-somebody needs it. An encoder turns it into `RaggedTokens`: the real tokens as one row of the batch, with the places
-that they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays them.
+somebody needs it. An encoder or a layer turns it into `RaggedTokens`: the real tokens as one row of the batch, with the
+places that they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays
+them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -20,13 +21,18 @@ from cputrain.ops.gradient import fp32_backward
 
 @dataclass(eq=False)
 class PaddingMask:
-    """A padded batch: `real` (batch, length) is True at tokens, None if all are; `make_stock` builds stock's mask."""
+    """A padded batch: `real` (batch, length) is True at tokens, None if all are; `make_stock` builds stock's mask.
+
+    `causal` is None if the mask hides more than padding and what is to come (windows, chunks): only stock's says what.
+    """
 
     batch: int
     length: int
     real: Tensor | None
-    causal: bool
+    causal: bool | None
     make_stock: Callable[[], Tensor | None]
+    # Why the layers that got it keep the padding ("" if nothing speaks against dropping it), once that was asked.
+    kept_because: str | None = None
 
     @cached_property
     def stock(self) -> Tensor | None:
@@ -36,8 +42,8 @@ class PaddingMask:
     def ragged(self) -> RaggedTokens:
         """The same batch without its padding."""
         assert self.real is not None
-        lengths = self.real.sum(1)
-        return RaggedTokens(Sequences.from_lengths(lengths), self.causal, self.real.flatten().nonzero().squeeze(1))
+        sequences, place = Sequences.from_lengths(self.real.sum(1)), self.real.flatten().nonzero().squeeze(1)
+        return RaggedTokens(sequences, self.causal, place, self.batch, self.length, self.make_stock)
 
 
 @dataclass(eq=False)
@@ -45,8 +51,24 @@ class RaggedTokens:
     """Real tokens only, as (1, tokens, hidden); `place` is each token's row in the flattened padded batch."""
 
     sequences: Sequences
-    causal: bool
+    causal: bool | None
     place: Tensor
+    batch: int
+    length: int
+    make_stock: Callable[[], Tensor | None]
+    _gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    @cached_property
+    def stock(self) -> Tensor | None:
+        """Stock's mask of the padded batch."""
+        return self.make_stock()
+
+    def of_each_token(self, dense: Tensor) -> Tensor:
+        """(batch or 1, length, …) → (1, tokens, …), once for all layers that are given the same tensor."""
+        if id(dense) not in self._gathered:
+            place = self.place if dense.shape[0] == self.batch else self.place % self.length
+            self._gathered[id(dense)] = dense, dense.flatten(0, 1).index_select(0, place).unsqueeze(0)
+        return self._gathered[id(dense)][1]
 
 
 class _Gather(torch.autograd.Function):
@@ -87,6 +109,17 @@ def gather(dense: Tensor, ragged: RaggedTokens) -> Tensor:
     return _Gather.apply(dense, ragged.place)
 
 
-def scatter(rows: Tensor, ragged: RaggedTokens, batch: int, length: int, fill: float = 0.0) -> Tensor:
+def scatter(rows: Tensor, ragged: RaggedTokens, fill: float = 0.0) -> Tensor:
     """(1, tokens, hidden) → (batch, length, hidden), `fill` at padded positions."""
-    return _Scatter.apply(rows, ragged.place, batch, length, fill)
+    return _Scatter.apply(rows, ragged.place, ragged.batch, ragged.length, fill)
+
+
+def gather_heads(dense: Tensor, ragged: RaggedTokens) -> Tensor:
+    """(batch, length, heads, size) → (1, tokens, heads, size)."""
+    return gather(dense.flatten(2), ragged).unflatten(2, dense.shape[2:])
+
+
+def scatter_heads(rows: Tensor, ragged: RaggedTokens) -> Tensor:
+    """Queries, keys or values: (1, heads, tokens, size) → (batch, heads, length, size)."""
+    dense = scatter(rows.transpose(1, 2).flatten(2), ragged)
+    return dense.unflatten(2, (rows.shape[1], rows.shape[3])).transpose(1, 2)

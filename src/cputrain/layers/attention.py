@@ -1,8 +1,8 @@
 """Attention through transformers' own registries, so that every model that uses them is served.
 
 Functions are registered per stock implementation: `cputrain_over_sdpa` is ours over stock's "sdpa", which still does
-whatever ours can't. The mask factory hands out a `PaddingMask` instead of a tensor, but only to models whose encoder
-drops the padding (`cputrain_ragged_over_…`), because other models' code may look into the mask.
+whatever ours can't. The mask factory hands out a `PaddingMask` instead of a tensor, but only to models whose encoder or
+layers drop the padding (`cputrain_ragged_over_…`), because other models' code may look into the mask.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import outputs_to_record, tensor_obstacle, transform_obstacle
+from cputrain.layers.attention_mask import make_ragged_mask
+from cputrain.layers.patch import outputs_to_record, tensor_obstacle
 from cputrain.ops.attention import Sequences, attention
-from cputrain.padding import PaddingMask, RaggedTokens
+from cputrain.padding import PaddingMask, RaggedTokens, gather_heads, scatter_heads
 
 SMALLEST_HEAD, LARGEST_HEAD = 8, 256
 
@@ -25,6 +26,9 @@ STOCK = ("sdpa", "eager")  # the implementations that ours stand over
 
 # While set, every call of the attention function notes its dropout rate here: how a module is asked for its rate.
 rates_seen: ContextVar[list[float] | None] = ContextVar("cputrain_rates_seen", default=None)
+
+# While set, the attention function notes here why stock's attention ran on tokens without their padding.
+stock_reasons: ContextVar[list[str] | None] = ContextVar("cputrain_stock_reasons", default=None)
 
 # Arguments that models pass to the attention function and that change nothing for ours.
 _HARMLESS = {
@@ -36,6 +40,7 @@ _HARMLESS = {
     "output_hidden_states",
     "return_dict",
     "cu_seq_lens_q",
+    "sliding_window",  # the mask has it
 }
 
 
@@ -54,9 +59,10 @@ def sequences_of(
 ) -> tuple[Sequences, bool] | None:
     """(sequences, causal) that our attention is to work on, or None if only stock's mask can say it."""
     if isinstance(mask, RaggedTokens):
-        return mask.sequences, mask.causal
+        return None if mask.causal is None else (mask.sequences, mask.causal)
     if isinstance(mask, PaddingMask):
-        return (Sequences.dense(batch, length), mask.causal) if mask.real is None else None
+        dense = mask.real is None and mask.causal is not None
+        return (Sequences.dense(batch, length), bool(mask.causal)) if dense else None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
         return Sequences.dense(batch, length), stock != "eager" and bool(causal)  # eager is causal by its mask only
@@ -95,14 +101,10 @@ def _stock_function(module: nn.Module, stock: str) -> Callable:
     return ALL_ATTENTION_FUNCTIONS[stock]
 
 
-def _stock_one_by_one(function: Callable, module: nn.Module, qkv: tuple, ragged: RaggedTokens, options: dict) -> Tensor:
-    """Stock's attention on ragged tokens: sequence after sequence."""
-    outs = []
-    for part in zip(*(x.split(ragged.sequences.lengths.tolist(), dim=2) for x in qkv), strict=True):
-        length = part[0].shape[2]
-        mask = torch.full((1, 1, length, length), -torch.inf, dtype=part[0].dtype).triu(1) if ragged.causal else None
-        outs.append(function(module, *part, mask, **options | {"is_causal": False})[0])
-    return torch.cat(outs, dim=1)
+def _stock_on_padded(function: Callable, module: nn.Module, qkv: tuple, ragged: RaggedTokens, options: dict) -> Tensor:
+    """Stock's attention of ragged tokens: as the padded batch that they came from."""
+    dense = function(module, *(scatter_heads(x, ragged) for x in qkv), ragged.stock, **options)[0]
+    return gather_heads(dense, ragged)
 
 
 def make_attention(stock: str) -> Callable:
@@ -119,12 +121,13 @@ def make_attention(stock: str) -> Callable:
         is_causal: bool | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        where = None
+        where = reason = None
         if not torch.compiler.is_compiling():
             if (seen := rates_seen.get()) is not None:
                 seen.append(dropout)
             batch, heads, length, size = query.shape
-            if obstacle(module, query, key, value, options) is None:
+            reason = obstacle(module, query, key, value, options)
+            if reason is None:
                 where = sequences_of(attention_mask, module, batch, length, is_causal, stock)
         if where is not None:
             sequences, causal = where
@@ -134,36 +137,15 @@ def make_attention(stock: str) -> Callable:
         function = _stock_function(module, stock)
         options.update(scaling=scaling, dropout=dropout)
         if isinstance(attention_mask, RaggedTokens):
-            return _stock_one_by_one(function, module, (query, key, value), attention_mask, options), None
+            if (reasons := stock_reasons.get()) is not None:
+                reasons.append(reason or "its mask hides more than padding and what is to come")
+            return _stock_on_padded(function, module, (query, key, value), attention_mask, options), None
         if is_causal is not None:
             options["is_causal"] = is_causal
         mask = attention_mask.stock if isinstance(attention_mask, PaddingMask) else attention_mask
         return function(module, query, key, value, mask, **options)
 
     return cputrain_attention
-
-
-def make_ragged_mask(stock: str) -> Callable:
-    """The mask factory of `cputrain_ragged_over_<stock>`: lengths instead of a matrix, for plain masks."""
-
-    def cputrain_mask(*args: Any, **kwargs: Any) -> object:
-        from transformers import masking_utils
-
-        factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        causal, bidirectional = masking_utils.causal_mask_function, masking_utils.bidirectional_mask_function
-        function = kwargs.get("mask_function")
-        length, real = kwargs.get("q_length"), kwargs.get("attention_mask")
-        if torch.compiler.is_compiling() or transform_obstacle() is not None:
-            return factory(*args, **kwargs)
-        plain = not args and function in (causal, bidirectional)
-        if not plain or kwargs["kv_length"] != length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
-            return factory(*args, **kwargs)
-        if real is not None and (real.shape != (kwargs["batch_size"], length) or not real.is_cpu):
-            return factory(**kwargs)
-        real = None if real is None or bool(real.all()) else real.bool()
-        return PaddingMask(kwargs["batch_size"], length, real, function is causal, lambda: factory(**kwargs))
-
-    return cputrain_mask
 
 
 def register() -> None:

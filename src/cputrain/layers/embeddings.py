@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map
 
 from cputrain.layers.patch import (
     Patches,
@@ -25,6 +24,7 @@ from cputrain.layers.patch import (
     untouched,
 )
 from cputrain.layers.residual import dropout_rate
+from cputrain.layers.stand_in import StandIn, computed
 from cputrain.ops.embeddings import embed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
@@ -32,7 +32,7 @@ _MOST_TABLES = 3
 
 
 @dataclass(frozen=True)
-class PendingRows:
+class PendingRows(StandIn):
     """The rows `tables[i][ids[i]]`, summed, then normalised if `norm` is set: not computed yet."""
 
     tables: tuple[nn.Embedding, ...]
@@ -71,32 +71,7 @@ class PendingRows:
         both_sums = isinstance(other, PendingRows) and self.norm is other.norm is None
         if both_sums and len(self.tables) + len(other.tables) <= _MOST_TABLES:
             return PendingRows(self.tables + other.tables, self.ids + other.ids)
-        return self.compute() + (other.compute() if isinstance(other, PendingRows) else other)
-
-    def __radd__(self, other: Tensor) -> Tensor:
-        return other + self.compute()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.compute(), name)
-
-    @classmethod
-    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        def real(x: Any) -> Any:
-            return x.compute() if isinstance(x, PendingRows) else x
-
-        return function(*tree_map(real, args), **tree_map(real, kwargs or {}))
-
-
-def _computed(name: str) -> Callable:
-    def operator(self: PendingRows, *others: Any) -> Any:
-        return getattr(self.compute(), name)(*(o.compute() if isinstance(o, PendingRows) else o for o in others))
-
-    return operator
-
-
-# Python looks operators up on the class, where __getattr__ isn't asked.
-for _name in ("mul", "rmul", "truediv", "rtruediv", "sub", "rsub", "matmul", "neg", "pow", "getitem", "len", "bool"):
-    setattr(PendingRows, f"__{_name}__", _computed(f"__{_name}__"))
+        return self.compute() + computed(other)
 
 
 def _three(found: Sequence[Any]) -> list[Any]:
@@ -129,7 +104,7 @@ def fused_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
         out = stock(*args, **kwargs)
     finally:
         _recording.reset(token)
-    return out.compute() if isinstance(out, PendingRows) else out
+    return computed(out)
 
 
 def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn.Module]]:

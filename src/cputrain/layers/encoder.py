@@ -29,13 +29,29 @@ DROPPED = "padding dropped between embeddings and head"
 # Leaves that work on each token alone. (An empty ParameterDict is what LoRA leaves in a layer without embeddings.)
 _TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ModuleDict, nn.ModuleList)
 
-# The classes of all parts of an encoder when it was last asked whether it can go ragged, and its answer.
-_asked: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], bool]] = weakref.WeakKeyDictionary()
+
+class Verdicts:
+    """Whether modules give the same without padding: asked when they are taken over, and when parts have changed."""
+
+    def __init__(self, ask: Callable[[nn.Module], bool]) -> None:
+        self._ask = ask
+        # The classes of all parts of a module when it was last asked, and its answer.
+        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], bool]] = weakref.WeakKeyDictionary()
+
+    def of(self, module: nn.Module) -> bool:
+        kinds = tuple(map(type, parts_of(module)))
+        known = self._known.get(module)
+        if known is None or known[0] != kinds:
+            known = self._known[module] = (kinds, self._ask(module))
+        return known[1]
+
+
+_answers = Verdicts(lambda encoder: _is_token_wise(encoder) and _ragged_agrees(encoder))
 
 
 def _hook_obstacle(encoder: nn.Module) -> str | None:
     """A hook inside would see ragged shapes."""
-    for part in _parts(encoder):
+    for part in parts_of(encoder):
         if part is not encoder and has_hook(part):
             return f"{type(part).__name__} inside has a hook, which would see tokens without their padding"
     return None
@@ -52,7 +68,7 @@ def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, opti
     if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
     reason = tensor_obstacle(hidden_states) or global_hook_obstacle() or _hook_obstacle(encoder)
-    if reason is None and not can_go_ragged(encoder):
+    if reason is None and not _answers.of(encoder):
         return "its parts have changed, and it can't do without padding any more"
     return reason
 
@@ -68,7 +84,7 @@ def ragged_forward(
                 ragged = attention_mask.ragged
                 out = stock(gather(hidden_states, ragged), ragged, **kwargs)
                 heads.note_encoded(attention_mask)
-                return _with_dense_hidden(out, ragged, attention_mask)
+                return _with_dense_hidden(out, ragged)
     elif attention_mask is not None:
         reason = situation_obstacle() or "its mask is not a plain one of (batch, length)"
     if reason is not None:
@@ -77,25 +93,16 @@ def ragged_forward(
     return stock(hidden_states, attention_mask, *args, **kwargs)
 
 
-def _with_dense_hidden(out: Any, ragged: RaggedTokens, padding: PaddingMask) -> Any:
+def _with_dense_hidden(out: Any, ragged: RaggedTokens) -> Any:
     if isinstance(out, Tensor):
-        return scatter(out, ragged, padding.batch, padding.length)
+        return scatter(out, ragged)
     if isinstance(out, tuple):
-        return (scatter(out[0], ragged, padding.batch, padding.length), *out[1:])
-    out["last_hidden_state"] = scatter(out["last_hidden_state"], ragged, padding.batch, padding.length)
+        return (scatter(out[0], ragged), *out[1:])
+    out["last_hidden_state"] = scatter(out["last_hidden_state"], ragged)
     return out
 
 
-def can_go_ragged(encoder: nn.Module) -> bool:
-    """Whether it gives the same without padding: asked when it is taken over, and again when parts have changed."""
-    kinds = tuple(map(type, _parts(encoder)))
-    known = _asked.get(encoder)
-    if known is None or known[0] != kinds:
-        known = _asked[encoder] = (kinds, _is_token_wise(encoder) and _ragged_agrees(encoder))
-    return known[1]
-
-
-def _parts(module: nn.Module) -> list[nn.Module]:
+def parts_of(module: nn.Module) -> list[nn.Module]:
     """All modules inside, itself first; `modules()` builds their names too, which takes longer than a layer."""
     found = [module]
     for part in found:
@@ -120,8 +127,8 @@ def _ragged_agrees(encoder: nn.Module) -> bool:
     """
     stock = type(encoder).forward.__get__(encoder)
     real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]]).bool()
-    padding = PaddingMask(2, 5, real, False, lambda: None)
     mask = torch.where(real, 0.0, torch.finfo(torch.float32).min)[:, None, None, :].expand(2, 1, 5, 5)
+    padding = PaddingMask(2, 5, real, False, lambda: mask)
     with quietly(encoder):
         try:
             x = random_rows(2, 5, _input_width(encoder))
@@ -151,7 +158,7 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if not _is_token_wise(module):
         patches.leave(name, module, "padding stays: a part of it may look at more than one token")
         return False
-    if not can_go_ragged(module):
+    if not _answers.of(module):
         patches.leave(name, module, "padding stays: it doesn't give the same without padding")
         return False
     patches.bind(name, module, "forward", ragged_forward, DROPPED)

@@ -78,7 +78,7 @@ def _on_real_tokens(
     if padding is None or x.dim() != 3 or x.shape[:2] != (padding.batch, padding.length):
         return stock(x)
     rows = stock(gather(x, padding.ragged))
-    return scatter(rows, padding.ragged, padding.batch, padding.length, fill(rows.dtype))
+    return scatter(rows, padding.ragged, fill(rows.dtype))
 
 
 def take_over_spans(model: nn.Module, patches: Patches) -> None:

@@ -41,6 +41,7 @@ class Replacement:
 
     name: str
     module: nn.Module
+    method: str
     what: str
     block: bool  # its parts are bypassed while it runs
 
@@ -60,7 +61,13 @@ class Patches:
         module.__dict__[method] = types.MethodType(wrapper, module)
         if self.kind != "fp32":
             module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
-        self.replaced.append(Replacement(name, module, what, block))
+        self.replaced.append(Replacement(name, module, method, what, block))
+
+    def take_back(self, count: int) -> None:
+        """Undoes all replacements but the first `count`."""
+        for entry in self.replaced[count:]:
+            del entry.module.__dict__[entry.method]
+        del self.replaced[count:]
 
     def leave(self, name: str, module: nn.Module, reason: str) -> None:
         self.left.append((name, type(module).__name__, reason))

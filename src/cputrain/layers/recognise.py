@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention
+from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention, stack
 from cputrain.layers.patch import Patches, is_ours, untouched
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
@@ -54,14 +54,17 @@ def _as_stock(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> An
 
 
 def take_over_encoders(model: nn.Module, patches: Patches) -> bool:
-    """The outermost encoders whose padding can be dropped, and their heads; attention must have been taken over."""
+    """The outermost encoders and stacks whose padding can be dropped, and their heads; after the attention."""
     taken: list[nn.Module] = []
     others: list[nn.Module] = []
     inside: set[int] = set()
     for name, module in model.named_modules():
-        if id(module) in inside or not untouched(module) or not encoder.looks_like_encoder(module):
+        if id(module) in inside or not untouched(module):
             continue
-        (taken if encoder.take_over(name, module, patches) else others).append(module)
+        if not (is_stack := stack.looks_like_stack(module)) and not encoder.looks_like_encoder(module):
+            continue
+        take_over = stack.take_over if is_stack else encoder.take_over
+        (taken if take_over(name, module, patches) else others).append(module)
         inside.update(id(part) for part in module.modules())
     heads.take_over_spans(model, patches)
     heads.take_over_tokens(model, taken, others, patches)

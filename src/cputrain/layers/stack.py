@@ -1,0 +1,285 @@
+"""Stacks of layers that make their own mask (GPT-2, OPT, Mistral, ModernBERT …): the layers work on real tokens only.
+
+Such a model embeds, makes the mask, and hands both from layer to layer. The first layer that gets a `PaddingMask`
+gathers the real tokens; each returns `RaggedStates`, which the next one takes as they are. Whoever else looks at them
+finds stock's padded tensor, with 0 at padded positions: so whatever stands between and behind the layers stays right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.layers import attention_config, heads
+from cputrain.layers.attention import stock_reasons
+from cputrain.layers.attention_config import is_transformers_model
+from cputrain.layers.encoder import DROPPED, Verdicts, parts_of
+from cputrain.layers.patch import (
+    Patches,
+    global_hook_obstacle,
+    has_hook,
+    is_ours,
+    outputs_to_record,
+    parameter_names,
+    step_aside,
+    tensor_obstacle,
+    untouched,
+)
+from cputrain.layers.probe import REFUSALS, quietly, random_rows
+from cputrain.layers.stand_in import StandIn, computed
+from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
+
+_OF_EACH_TOKEN = ("position_ids", "position_embeddings")
+_HARMLESS = {"attention_mask", "cache_position", "num_items_in_batch", *_OF_EACH_TOKEN}
+
+
+class RaggedStates(StandIn):
+    """The hidden states of the real tokens, which stand for the padded (batch, length, hidden)."""
+
+    def __init__(self, rows: Tensor, ragged: RaggedTokens) -> None:
+        self.rows, self.ragged = rows, ragged
+        self.dense: Tensor | None = None
+        self.shape = torch.Size((ragged.batch, ragged.length, rows.shape[-1]))
+        self.dtype, self.device = rows.dtype, rows.device
+
+    def compute(self) -> Tensor:
+        if self.dense is None:
+            self.dense = scatter(self.rows, self.ragged)
+        return self.dense
+
+    def of(self, ragged: RaggedTokens) -> Tensor:
+        """The rows of these tokens; from the padded tensor if somebody has had it, who may have changed it."""
+        alike = self.ragged is ragged or torch.equal(self.ragged.place, ragged.place)
+        return self.rows if self.dense is None and alike else gather(self.compute(), ragged)
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.compute()[index] = computed(value)
+
+
+class FilledCache:
+    """Stands before an empty cache: it gets keys and values as stock would fill it in, the layers keep the ragged."""
+
+    def __init__(self, behind: Any, ragged: RaggedTokens) -> None:
+        self._behind, self._ragged = behind, ragged
+
+    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        dense = (scatter_heads(x, self._ragged) for x in (keys, values))
+        self._behind.update(*dense, *args, **kwargs)
+        return keys, values
+
+
+@dataclass
+class _Call:
+    """One call of a stack, and the padding that its layers have dropped."""
+
+    stack: nn.Module
+    dropped: PaddingMask | None = None
+
+
+_call: ContextVar[_Call | None] = ContextVar("cputrain_stack_call", default=None)
+_answers = Verdicts(lambda stack: _ragged_agrees(stack))
+# While a stack is asked whether it can do without padding: whether it is to keep it.
+_keep: ContextVar[bool | None] = ContextVar("cputrain_keep_padding", default=None)
+
+
+def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    call = _Call(self)
+    token = _call.set(call)
+    try:
+        out = stock(*args, **kwargs)
+    finally:
+        _call.reset(token)
+    heads.note_encoded(call.dropped)
+    return out if call.dropped is None else _with_zeros(out, call.dropped.ragged)
+
+
+def _with_zeros(out: Any, ragged: RaggedTokens) -> Any:
+    """The norm behind the layers turns a padded position's 0 into its bias: back to 0, and no gradient from there."""
+    if isinstance(out, tuple):
+        return (scatter(gather(computed(out[0]), ragged), ragged), *out[1:])
+    out["last_hidden_state"] = scatter(gather(computed(out["last_hidden_state"]), ragged), ragged)
+    return out
+
+
+def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
+    given = dict(zip(_names_behind_hidden_states(type(self)), args, strict=False)) | kwargs
+    padding = given.get("attention_mask")
+    if isinstance(padding, PaddingMask) and padding.real is not None:
+        if padding.kept_because is None:
+            padding.kept_because = _why_kept(hidden_states, given, padding)
+        if not padding.kept_because:
+            return _on_real_tokens(self, stock, hidden_states, given, padding)
+    elif isinstance(padding, Tensor) and (call := _call.get()) is not None:
+        step_aside(call.stack, "its mask is not a plain one of (batch, length)")
+    return stock(computed(hidden_states), *args, **kwargs)
+
+
+def _on_real_tokens(
+    layer: nn.Module, stock: Callable, hidden_states: Any, given: dict[str, Any], padding: PaddingMask
+) -> Any:
+    ragged = padding.ragged
+    rows = hidden_states.of(ragged) if isinstance(hidden_states, RaggedStates) else gather(hidden_states, ragged)
+    token = stock_reasons.set([])
+    try:
+        out = stock(rows, **{name: _ragged_argument(name, value, ragged) for name, value in given.items()})
+        if reasons := stock_reasons.get():
+            step_aside(layer, f"its attention, on padded rows: {reasons[0]}")
+    finally:
+        stock_reasons.reset(token)
+    first = out[0] if isinstance(out, tuple) else out
+    # A checkpoint passes gradients on to tensors only.
+    checkpointed = layer.training and getattr(layer, "gradient_checkpointing", False)
+    states = scatter(first, ragged) if checkpointed else RaggedStates(first, ragged)
+    return (states, *out[1:]) if isinstance(out, tuple) else states
+
+
+def _ragged_argument(name: str, value: Any, ragged: RaggedTokens) -> Any:
+    if value is None:
+        return None
+    if name == "attention_mask":
+        return ragged
+    if name == "past_key_values":
+        return FilledCache(value, ragged)
+    if name in _OF_EACH_TOKEN:
+        return tuple(map(ragged.of_each_token, value)) if isinstance(value, tuple) else ragged.of_each_token(value)
+    return value
+
+
+@cache
+def _names_behind_hidden_states(kind: type) -> list[str]:
+    return parameter_names(kind.forward)[1:]
+
+
+# ---- when the padding must stay ------------------------------------------------------------------------------------
+
+
+def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -> str:
+    call = _call.get()
+    if call is None:
+        return "its layers are called by somebody else"
+    keep = _keep.get()
+    if keep is None:
+        reason = _obstacle(call.stack, computed(hidden_states), given, padding)
+    else:
+        reason = "asked to" if keep else ""
+    if reason:
+        step_aside(call.stack, reason)
+    else:
+        call.dropped = padding
+    return reason
+
+
+def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str:
+    recorded = outputs_to_record(stack)
+    if recorded:
+        return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for"
+    reason = (
+        _argument_obstacle(given, padding)
+        or tensor_obstacle(hidden_states)
+        or global_hook_obstacle()
+        or _hook_obstacle(stack)
+    )
+    if reason is None and not all(is_ours(layer.__dict__.get("forward")) for layer in _layers(stack) or ()):
+        return "its layers have changed"
+    if reason is None and not _answers.of(stack):
+        return "its parts have changed, and it can't do without padding any more"
+    return reason or ""
+
+
+def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | None:
+    if given.get("encoder_hidden_states") is not None:
+        return "cross-attention is in use"
+    cached = given.get("past_key_values")
+    if cached is not None and (hasattr(cached, "self_attention_cache") or not hasattr(cached, "update")):
+        return "a cache of another kind is in use"
+    for name in _OF_EACH_TOKEN:
+        value = given.get(name)
+        for tensor in value if isinstance(value, tuple) else (value,):
+            if tensor is not None and not _has_tokens(tensor, padding):
+                return f"its layers get {name} of {tuple(tensor.shape)}"
+    unknown = [name for name, value in given.items() if isinstance(value, Tensor) and name not in _HARMLESS]
+    return f"its layers get {' and '.join(unknown)}" if unknown else None
+
+
+def _has_tokens(tensor: Any, padding: PaddingMask) -> bool:
+    if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+        return False
+    return tensor.shape[0] in (1, padding.batch) and tensor.shape[1] == padding.length
+
+
+def _hook_obstacle(stack: nn.Module) -> str | None:
+    """A hook inside would see ragged shapes; those of the embeddings run before."""
+    for part in parts_of(stack):
+        if part is not stack and not isinstance(part, nn.Embedding) and has_hook(part):
+            return f"{type(part).__name__} inside has a hook, which would see tokens without their padding"
+    return None
+
+
+# ---- recognising them ----------------------------------------------------------------------------------------------
+
+
+def _layers(module: nn.Module) -> list[nn.Module] | None:
+    """The layers of a stack: those of its list whose modules take hidden states and a mask."""
+    for child in module.children():
+        if isinstance(child, nn.ModuleList) and len(child) and all(map(_is_layer, child)):
+            return list(child)
+    return None
+
+
+def _is_layer(module: nn.Module) -> bool:
+    names = parameter_names(type(module).forward)
+    return names[:1] == ["hidden_states"] and "attention_mask" in names
+
+
+def looks_like_stack(module: nn.Module) -> bool:
+    if not is_transformers_model(module) or _layers(module) is None:
+        return False
+    return {"inputs_embeds", "attention_mask"} <= set(parameter_names(type(module).forward))
+
+
+def _ragged_agrees(stack: nn.Module) -> bool:
+    """Whether it gives the same for real tokens with padding and without, with padding between the tokens too."""
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]])
+    if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts_of(stack)):
+        return False  # which looks at single tokens only while it is asked
+    with quietly(stack):
+        try:
+            x = random_rows(2, 5, stack.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
+            padded, ragged = (_last_hidden_state(stack, x, real, keep)[real == 1] for keep in (True, False))
+        except REFUSALS:
+            return False
+        return torch.allclose(padded, ragged, rtol=0, atol=1e-2 * padded.abs().max().item())
+
+
+def _last_hidden_state(stack: nn.Module, x: Tensor, real: Tensor, keep: bool) -> Tensor:
+    token = _keep.set(keep)
+    try:
+        return stack(inputs_embeds=x, attention_mask=real)[0]
+    finally:
+        _keep.reset(token)
+
+
+def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
+    """To be called when attention goes through our function."""
+    layers = _layers(module)
+    assert layers is not None
+    if not all(map(untouched, layers)):
+        patches.leave(name, module, "padding stays: the forward of a layer was replaced on the instance")
+        return False
+    before = len(patches.replaced)
+    patches.bind(name, module, "forward", stack_forward, DROPPED)
+    names = {part: part_name for part_name, part in module.named_modules()}
+    for layer in layers:
+        patches.bind(".".join(filter(None, (name, names[layer]))), layer, "forward", layer_forward, "real tokens only")
+    attention_config.choose(module, True)
+    if not _answers.of(module):
+        patches.take_back(before)
+        patches.leave(name, module, "padding stays: it doesn't give the same without padding")
+        return False
+    return True
