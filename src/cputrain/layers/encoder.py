@@ -31,14 +31,16 @@ _TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ParameterDic
 
 
 class Verdicts:
-    """Whether modules give the same without padding: asked when they are taken over, and when parts have changed."""
+    """Why modules need their padding: asked when they are taken over, and again when parts have changed."""
 
-    def __init__(self, ask: Callable[[nn.Module], bool]) -> None:
+    def __init__(self, ask: Callable[[nn.Module], str | None]) -> None:
         self._ask = ask
         # The classes of all parts of a module when it was last asked, and its answer.
-        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], bool]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[nn.Module, tuple[tuple[type, ...], str | None]]
+        self._known = weakref.WeakKeyDictionary()
 
-    def of(self, module: nn.Module) -> bool:
+    def of(self, module: nn.Module) -> str | None:
+        """None if it gives the same without padding."""
         kinds = tuple(map(type, parts_of(module)))
         known = self._known.get(module)
         if known is None or known[0] != kinds:
@@ -46,7 +48,8 @@ class Verdicts:
         return known[1]
 
 
-_answers = Verdicts(lambda encoder: _is_token_wise(encoder) and _ragged_agrees(encoder))
+_verdicts = Verdicts(lambda encoder: _needs_padding(encoder))
+NOT_THE_SAME = "it doesn't give the same without padding"
 
 
 def _hook_obstacle(encoder: nn.Module) -> str | None:
@@ -68,9 +71,12 @@ def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, opti
     if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
     reason = tensor_obstacle(hidden_states) or global_hook_obstacle() or _hook_obstacle(encoder)
-    if reason is None and not _answers.of(encoder):
-        return "its parts have changed, and it can't do without padding any more"
-    return reason
+    return changed(_verdicts.of(encoder)) if reason is None else reason
+
+
+def changed(verdict: str | None) -> str | None:
+    """A module that could do without padding when it was taken over."""
+    return None if verdict is None else f"its parts have changed, and {verdict}"
 
 
 def ragged_forward(
@@ -108,6 +114,12 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     for part in found:
         found.extend(child for child in part._modules.values() if child is not None)
     return found
+
+
+def _needs_padding(encoder: nn.Module) -> str | None:
+    if not _is_token_wise(encoder):
+        return "a part of it may look at more than one token"
+    return None if _ragged_agrees(encoder) else NOT_THE_SAME
 
 
 def _is_token_wise(encoder: nn.Module) -> bool:
@@ -155,11 +167,9 @@ def looks_like_encoder(module: nn.Module) -> bool:
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     """To be called when attention goes through our function."""
-    if not _is_token_wise(module):
-        patches.leave(name, module, "padding stays: a part of it may look at more than one token")
-        return False
-    if not _answers.of(module):
-        patches.leave(name, module, "padding stays: it doesn't give the same without padding")
+    reason = _verdicts.of(module)
+    if reason is not None:
+        patches.leave(name, module, f"padding stays: {reason}")
         return False
     patches.bind(name, module, "forward", ragged_forward, DROPPED)
     return True

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import Patches, arithmetic_of, step_aside, tensor_obstacle, untouched
+from cputrain.layers.stand_in import computed
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.layer_norm import layer_norm
@@ -23,6 +24,7 @@ FEWEST_FEATURES = 32
 
 
 def dropout_forward(self: nn.Dropout, stock: Callable, input: Tensor) -> Tensor:
+    input = computed(input)
     if not self.training or self.p == 0 or self.inplace or input.numel() < WORTHWHILE or input.dim() == 0:
         return stock(input)
     reason = tensor_obstacle(input)
@@ -33,6 +35,7 @@ def dropout_forward(self: nn.Dropout, stock: Callable, input: Tensor) -> Tensor:
 
 
 def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Tensor:
+    input = computed(input)
     if input.numel() < WORTHWHILE or input.shape[-1:] != self.normalized_shape:
         return stock(input)
     reason = tensor_obstacle(input, self.weight, self.bias)
@@ -54,6 +57,7 @@ def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tenso
 
 def linear_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     """The product in the module's own precision, where that isn't fp32 and the product is large."""
+    input = computed(input)
     arithmetic = arithmetic_of(self)
     small = self.out_features < FEWEST_FEATURES or input.numel() * self.out_features < WORTHWHILE_PRODUCT
     if arithmetic.kind == "fp32" or small or input.shape[-1] != self.in_features:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cputrain.layers import attention_config, heads
 from cputrain.layers.attention import stock_reasons
 from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.encoder import DROPPED, Verdicts, parts_of
+from cputrain.layers.encoder import DROPPED, NOT_THE_SAME, Verdicts, changed, parts_of
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
@@ -82,10 +82,17 @@ class _Call:
     dropped: PaddingMask | None = None
 
 
+@dataclass
+class _Probe:
+    """A stack is being asked whether it can do without padding: whether it is to keep it, and why it did."""
+
+    keep: bool
+    kept_because: str = "its layers' mask doesn't come from transformers' mask functions"
+
+
 _call: ContextVar[_Call | None] = ContextVar("cputrain_stack_call", default=None)
-_answers = Verdicts(lambda stack: _ragged_agrees(stack))
-# While a stack is asked whether it can do without padding: whether it is to keep it.
-_keep: ContextVar[bool | None] = ContextVar("cputrain_keep_padding", default=None)
+_probe: ContextVar[_Probe | None] = ContextVar("cputrain_stack_probe", default=None)
+_verdicts = Verdicts(lambda stack: _needs_padding(stack))
 
 
 def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
@@ -108,7 +115,7 @@ def _with_zeros(out: Any, ragged: RaggedTokens) -> Any:
 
 
 def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(_names_behind_hidden_states(type(self)), args, strict=False)) | kwargs
+    given = dict(zip(_names_behind_hidden_states(type(self).forward), args, strict=False)) | kwargs
     padding = given.get("attention_mask")
     if isinstance(padding, PaddingMask) and padding.real is not None:
         if padding.kept_because is None:
@@ -152,8 +159,8 @@ def _ragged_argument(name: str, value: Any, ragged: RaggedTokens) -> Any:
 
 
 @cache
-def _names_behind_hidden_states(kind: type) -> list[str]:
-    return parameter_names(kind.forward)[1:]
+def _names_behind_hidden_states(forward: Callable) -> list[str]:
+    return parameter_names(forward)[1:]
 
 
 # ---- when the padding must stay ------------------------------------------------------------------------------------
@@ -163,19 +170,20 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
     call = _call.get()
     if call is None:
         return "its layers are called by somebody else"
-    keep = _keep.get()
-    if keep is None:
-        reason = _obstacle(call.stack, computed(hidden_states), given, padding)
+    probe = _probe.get()
+    if probe is None:
+        reason = _obstacle(call.stack, computed(hidden_states), given, padding) or ""
     else:
-        reason = "asked to" if keep else ""
+        reason = probe.kept_because = "asked to" if probe.keep else _argument_obstacle(given, padding) or ""
+    if not reason:
+        call.dropped = padding  # from the result at least
+        reason = "" if len(padding.ragged.place) else "the batch is nothing but padding"
     if reason:
         step_aside(call.stack, reason)
-    else:
-        call.dropped = padding
     return reason
 
 
-def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str:
+def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str | None:
     recorded = outputs_to_record(stack)
     if recorded:
         return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for"
@@ -187,9 +195,7 @@ def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], pa
     )
     if reason is None and not all(is_ours(layer.__dict__.get("forward")) for layer in _layers(stack) or ()):
         return "its layers have changed"
-    if reason is None and not _answers.of(stack):
-        return "its parts have changed, and it can't do without padding any more"
-    return reason or ""
+    return changed(_verdicts.of(stack)) if reason is None else reason
 
 
 def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | None:
@@ -197,7 +203,7 @@ def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | Non
         return "cross-attention is in use"
     cached = given.get("past_key_values")
     if cached is not None and (hasattr(cached, "self_attention_cache") or not hasattr(cached, "update")):
-        return "a cache of another kind is in use"
+        return "a cache with a part for cross-attention, or of an unknown kind, is in use"
     for name in _OF_EACH_TOKEN:
         value = given.get(name)
         for tensor in value if isinstance(value, tuple) else (value,):
@@ -243,26 +249,28 @@ def looks_like_stack(module: nn.Module) -> bool:
     return {"inputs_embeds", "attention_mask"} <= set(parameter_names(type(module).forward))
 
 
-def _ragged_agrees(stack: nn.Module) -> bool:
-    """Whether it gives the same for real tokens with padding and without, with padding between the tokens too."""
-    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]])
+def _needs_padding(stack: nn.Module) -> str | None:
+    """Why it doesn't give the same for real tokens without padding, which stands between the tokens too; or None."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts_of(stack)):
-        return False  # which looks at single tokens only while it is asked
+        return "a part of it looks at all tokens"  # but only at one by one while it is asked
+    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]])
+    kept, dropped = _Probe(keep=True), _Probe(keep=False)
     with quietly(stack):
         try:
             x = random_rows(2, 5, stack.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
-            padded, ragged = (_last_hidden_state(stack, x, real, keep)[real == 1] for keep in (True, False))
+            padded, ragged = (_last_hidden_state(stack, x, real, probe)[real == 1] for probe in (kept, dropped))
         except REFUSALS:
-            return False
-        return torch.allclose(padded, ragged, rtol=0, atol=1e-2 * padded.abs().max().item())
+            return NOT_THE_SAME
+        alike = torch.allclose(padded, ragged, rtol=0, atol=1e-2 * padded.abs().max().item())
+    return dropped.kept_because or (None if alike else NOT_THE_SAME)
 
 
-def _last_hidden_state(stack: nn.Module, x: Tensor, real: Tensor, keep: bool) -> Tensor:
-    token = _keep.set(keep)
+def _last_hidden_state(stack: nn.Module, x: Tensor, real: Tensor, probe: _Probe) -> Tensor:
+    token = _probe.set(probe)
     try:
         return stack(inputs_embeds=x, attention_mask=real)[0]
     finally:
-        _keep.reset(token)
+        _probe.reset(token)
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
@@ -278,8 +286,8 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     for layer in layers:
         patches.bind(".".join(filter(None, (name, names[layer]))), layer, "forward", layer_forward, "real tokens only")
     attention_config.choose(module, True)
-    if not _answers.of(module):
+    reason = _verdicts.of(module)
+    if reason is not None:
         patches.take_back(before)
-        patches.leave(name, module, "padding stays: it doesn't give the same without padding")
-        return False
-    return True
+        patches.leave(name, module, f"padding stays: {reason}")
+    return reason is None
