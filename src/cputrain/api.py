@@ -119,6 +119,8 @@ def restore(model: nn.Module) -> nn.Module:
     if optimizer is not None:
         takeover.give_back(optimizer)
         del _optimizers[model]
+    if not _clipping:  # no other model in this process is optimised
+        memory.release()
     return model
 
 
