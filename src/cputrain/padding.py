@@ -63,6 +63,12 @@ class RaggedTokens:
         """Stock's mask of the padded batch."""
         return self.make_stock()
 
+    @cached_property
+    def begins_rows(self) -> bool:
+        """Whether every sequence stands at the beginning of its row, without a gap."""
+        starts = self.sequences.starts.repeat_interleave(self.sequences.lengths)
+        return torch.equal(self.place % self.length, torch.arange(len(self.place)) - starts)
+
     def of_each_token(self, dense: Tensor) -> Tensor:
         """(batch or 1, length, …) → (1, tokens, …), once for all layers that are given the same tensor."""
         if id(dense) not in self._gathered:

@@ -117,6 +117,47 @@ def test_a_batch_of_nothing_but_padding():
     assert (hidden == 0).all() and all(p.grad is None or (p.grad == 0).all() for p in ours.parameters())
 
 
+@pytest.mark.parametrize("mask", [name for name in MASKS if name != "one column"])
+def test_biases_by_distance_are_those_of_the_padded_batch(mask):
+    """T5's encoder: with padding behind the tokens our attention adds the bias, otherwise stock's does."""
+    mask, encoder = MASKS[mask], tiny("t5")[0].encoder
+    loss = loss_of_batch(mask)
+    exact, stock = exact_and_stock(encoder, loss, lambda m: loss_in_float64(m, mask))
+    ours = cputrain.optimize(copy.deepcopy(encoder))
+    assert_as_exact_as_stock(gradients(ours, loss), stock, exact)
+    assert what_runs(ours, "(the model)") == DROPPED
+    at_the_end = bool((mask[:, :-1] < mask[:, 1:]).any())
+    assert ("padding stands before tokens" in what_runs(ours, "block.*")) == at_the_end
+
+
+def test_a_bias_and_sequences_of_one():
+    """Queries and keys have no gradient then but rounding errors, which the yardstick above would compare."""
+    mask = MASKS["one column"]
+    stock, ours = pair(tiny("t5")[0].encoder)
+    assert_close(gradients_of(ours, loss_of_batch(mask)), gradients_of(stock, loss_of_batch(mask)))
+
+
+def loss_in_float64(model, mask):
+    out = model(ids(mask), attention_mask=mask).last_hidden_state
+    return (out * weights(out.shape).double() * mask[..., None]).sum()
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_t5_with_dropout_and_checkpoints(checkpointing):
+    """The bias goes from layer to layer, past the layers' real tokens."""
+    torch.manual_seed(0)
+    model, batch = tiny("t5", padding="right", dropout=0.1)
+    cputrain.optimize(model)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    torch.manual_seed(3)
+    found = gradients_of(model, lambda m: m(**batch).loss)
+    plain = cputrain.optimize(tiny("t5", padding="right", dropout=0.1)[0])
+    torch.manual_seed(3)
+    expected = gradients_of(plain, lambda m: m(**batch).loss)
+    assert all(torch.equal(found[key], expected[key]) for key in expected)
+
+
 # ---- windows -------------------------------------------------------------------------------------------------------
 
 

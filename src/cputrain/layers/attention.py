@@ -88,6 +88,17 @@ def obstacle(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, optio
     return asked_for(options) or tensor_obstacle(query, key, value)
 
 
+def bias_obstacle(bias: Tensor, query: Tensor, mask: object) -> str | None:
+    """Why our attention can't add this bias, which is one of the padded batch."""
+    ragged = mask if isinstance(mask, RaggedTokens) else None
+    batch, length = (query.shape[0], query.shape[2]) if ragged is None else (ragged.batch, ragged.length)
+    if bias.dim() != 4 or bias.shape[0] not in (1, batch) or bias.shape[1:] != (query.shape[1], length, length):
+        return f"a bias of {tuple(bias.shape)}"
+    if ragged is not None and not ragged.begins_rows:
+        return "a bias, where padding stands before tokens"
+    return tensor_obstacle(bias)
+
+
 def _rows(x: Tensor) -> Tensor:
     """(batch, heads, length, size) → (batch · length, heads, size), a view where strides allow it."""
     return x.transpose(1, 2).flatten(0, 1)
@@ -119,6 +130,7 @@ def make_attention(stock: str) -> Callable:
         scaling: float | None = None,
         dropout: float = 0.0,
         is_causal: bool | None = None,
+        position_bias: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         where = reason = None
@@ -127,15 +139,20 @@ def make_attention(stock: str) -> Callable:
                 seen.append(dropout)
             batch, heads, length, size = query.shape
             reason = obstacle(module, query, key, value, options)
+            if reason is None and position_bias is not None:
+                reason = bias_obstacle(position_bias, query, attention_mask)
             if reason is None:
                 where = sequences_of(attention_mask, module, batch, length, is_causal, stock)
         if where is not None:
             sequences, causal = where
             scale = size**-0.5 if scaling is None else scaling
-            out = attention(_rows(query), _rows(key), _rows(value), sequences, scale=scale, causal=causal, p=dropout)
+            q, k, v = (_rows(x) for x in (query, key, value))
+            out = attention(q, k, v, sequences, scale=scale, causal=causal, p=dropout, bias=position_bias)
             return out.view(batch, length, heads, size), None
         function = _stock_function(module, stock)
         options.update(scaling=scaling, dropout=dropout)
+        if position_bias is not None:
+            options["position_bias"] = position_bias
         if isinstance(attention_mask, RaggedTokens):
             if (reasons := stock_reasons.get()) is not None:
                 reasons.append(reason or "its mask hides more than padding and what is to come")

@@ -36,7 +36,7 @@ from cputrain.layers.stand_in import StandIn, computed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
-_HARMLESS = {"attention_mask", "cache_position", "num_items_in_batch", *_OF_EACH_TOKEN}
+_HARMLESS = {"attention_mask", "cache_position", "num_items_in_batch", "position_bias", *_OF_EACH_TOKEN}
 
 
 class RaggedStates(StandIn):
@@ -92,6 +92,8 @@ class _Probe:
 
 _call: ContextVar[_Call | None] = ContextVar("cputrain_stack_call", default=None)
 _probe: ContextVar[_Probe | None] = ContextVar("cputrain_stack_probe", default=None)
+# The tokens that a layer works on now.
+_tokens: ContextVar[RaggedTokens | None] = ContextVar("cputrain_tokens_of_a_layer", default=None)
 _verdicts = Verdicts(lambda stack: _needs_padding(stack))
 
 
@@ -132,18 +134,28 @@ def _on_real_tokens(
 ) -> Any:
     ragged = padding.ragged
     rows = hidden_states.of(ragged) if isinstance(hidden_states, RaggedStates) else gather(hidden_states, ragged)
-    token = stock_reasons.set([])
+    tokens, token = _tokens.set(ragged), stock_reasons.set([])
     try:
         out = stock(rows, **{name: _ragged_argument(name, value, ragged) for name, value in given.items()})
         if reasons := stock_reasons.get():
             step_aside(layer, f"its attention, on padded rows: {reasons[0]}")
     finally:
         stock_reasons.reset(token)
+        _tokens.reset(tokens)
     first = out[0] if isinstance(out, tuple) else out
     # A checkpoint passes gradients on to tensors only.
     checkpointed = layer.training and getattr(layer, "gradient_checkpointing", False)
     states = scatter(first, ragged) if checkpointed else RaggedStates(first, ragged)
     return (states, *out[1:]) if isinstance(out, tuple) else states
+
+
+def bias_of_padded_batch(
+    self: nn.Module, stock: Callable, query_length: int, key_length: int, *args: Any, **kwargs: Any
+) -> Any:
+    """T5's bias by distance: the distances are those of the padded batch, and the attention takes what it needs."""
+    if (ragged := _tokens.get()) is not None:
+        query_length = key_length = ragged.length
+    return stock(query_length, key_length, *args, **kwargs)
 
 
 def _ragged_argument(name: str, value: Any, ragged: RaggedTokens) -> Any:
@@ -243,6 +255,13 @@ def _is_layer(module: nn.Module) -> bool:
     return names[:1] == ["hidden_states"] and "attention_mask" in names
 
 
+def _has_bias_by_distance(module: nn.Module) -> bool:
+    if not isinstance(getattr(module, "relative_attention_bias", None), nn.Embedding) or not untouched(module):
+        return False
+    compute = getattr(type(module), "compute_bias", None)
+    return compute is not None and parameter_names(compute)[:2] == ["query_length", "key_length"]
+
+
 def looks_like_stack(module: nn.Module) -> bool:
     if not is_transformers_model(module) or _layers(module) is None:
         return False
@@ -285,6 +304,10 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     names = {part: part_name for part_name, part in module.named_modules()}
     for layer in layers:
         patches.bind(".".join(filter(None, (name, names[layer]))), layer, "forward", layer_forward, "real tokens only")
+    for part, part_name in names.items():
+        if _has_bias_by_distance(part):
+            bias_name = ".".join(filter(None, (name, part_name)))
+            patches.bind(bias_name, part, "compute_bias", bias_of_padded_batch, "distances of the padded batch")
     attention_config.choose(module, True)
     reason = _verdicts.of(module)
     if reason is not None:
