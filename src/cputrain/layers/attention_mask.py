@@ -20,8 +20,9 @@ def make_ragged_mask(stock: str) -> Callable:
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
         if args or torch.compiler.is_compiling() or transform_obstacle() is not None:
             return factory(*args, **kwargs)
-        length, batch, real = kwargs["q_length"], kwargs["batch_size"], kwargs.get("attention_mask")
-        if kwargs["kv_length"] != length or kwargs.get("q_offset", 0) or kwargs.get("kv_offset", 0):
+        batch, real = kwargs["batch_size"], kwargs.get("attention_mask")
+        length, offset = _queries(kwargs)
+        if kwargs["kv_length"] != length or offset or kwargs.get("kv_offset", 0):
             return factory(**kwargs)  # there are earlier tokens in a cache, or keys of another sequence
         if real is not None and (real.shape != (batch, length) or not real.is_cpu):
             return factory(**kwargs)
@@ -35,6 +36,14 @@ def make_ragged_mask(stock: str) -> Callable:
         return PaddingMask(batch, length, real, causal, lambda: factory(**kwargs))
 
     return cputrain_mask
+
+
+def _queries(kwargs: dict[str, Any]) -> tuple[int, int]:
+    """How many queries there are, and the number of the first; transformers 4 gives the numbers of all."""
+    if "q_length" in kwargs:
+        return kwargs["q_length"], int(kwargs.get("q_offset", 0))
+    numbers = kwargs["cache_position"]
+    return len(numbers), int(numbers[0])
 
 
 def _is_causal(function: Callable, batch: int, length: int, one_by_one: bool) -> bool | None:

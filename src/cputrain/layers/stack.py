@@ -36,6 +36,7 @@ from cputrain.layers.stand_in import StandIn, computed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
+_CACHES = ("past_key_values", "past_key_value", "layer_past")  # as versions of transformers call them
 _HARMLESS = {"attention_mask", "cache_position", "num_items_in_batch", "position_bias", *_OF_EACH_TOKEN}
 
 
@@ -79,6 +80,7 @@ class _Call:
     """One call of a stack, and the padding that its layers have dropped."""
 
     stack: nn.Module
+    recorded: set[str]
     dropped: PaddingMask | None = None
 
 
@@ -98,7 +100,9 @@ _verdicts = Verdicts(lambda stack: _needs_padding(stack))
 
 
 def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
-    call = _Call(self)
+    given = dict(zip(_names(type(self).forward), args, strict=False)) | kwargs
+    asked = {name for name in ("hidden_states", "attentions") if given.get(f"output_{name}")}
+    call = _Call(self, asked)
     token = _call.set(call)
     try:
         out = stock(*args, **kwargs)
@@ -117,7 +121,7 @@ def _with_zeros(out: Any, ragged: RaggedTokens) -> Any:
 
 
 def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
-    given = dict(zip(_names_behind_hidden_states(type(self).forward), args, strict=False)) | kwargs
+    given = dict(zip(_names(type(self).forward)[1:], args, strict=False)) | kwargs
     padding = given.get("attention_mask")
     if isinstance(padding, PaddingMask) and padding.real is not None:
         if padding.kept_because is None:
@@ -163,7 +167,7 @@ def _ragged_argument(name: str, value: Any, ragged: RaggedTokens) -> Any:
         return None
     if name == "attention_mask":
         return ragged
-    if name == "past_key_values":
+    if name in _CACHES:
         return FilledCache(value, ragged)
     if name in _OF_EACH_TOKEN:
         return tuple(map(ragged.of_each_token, value)) if isinstance(value, tuple) else ragged.of_each_token(value)
@@ -171,8 +175,8 @@ def _ragged_argument(name: str, value: Any, ragged: RaggedTokens) -> Any:
 
 
 @cache
-def _names_behind_hidden_states(forward: Callable) -> list[str]:
-    return parameter_names(forward)[1:]
+def _names(forward: Callable) -> list[str]:
+    return parameter_names(forward)
 
 
 # ---- when the padding must stay ------------------------------------------------------------------------------------
@@ -184,7 +188,7 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
         return "its layers are called by somebody else"
     probe = _probe.get()
     if probe is None:
-        reason = _obstacle(call.stack, computed(hidden_states), given, padding) or ""
+        reason = _recording_obstacle(call) or _obstacle(call.stack, computed(hidden_states), given, padding) or ""
     else:
         reason = probe.kept_because = "asked to" if probe.keep else _argument_obstacle(given, padding) or ""
     if not reason:
@@ -195,10 +199,12 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
     return reason
 
 
+def _recording_obstacle(call: _Call) -> str | None:
+    recorded = call.recorded | outputs_to_record(call.stack)  # which transformers 5 begins within the call
+    return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for" if recorded else None
+
+
 def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str | None:
-    recorded = outputs_to_record(stack)
-    if recorded:
-        return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for"
     reason = (
         _argument_obstacle(given, padding)
         or tensor_obstacle(hidden_states)
@@ -213,8 +219,8 @@ def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], pa
 def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | None:
     if given.get("encoder_hidden_states") is not None:
         return "cross-attention is in use"
-    cached = given.get("past_key_values")
-    if cached is not None and (hasattr(cached, "self_attention_cache") or not hasattr(cached, "update")):
+    cached = [given[name] for name in _CACHES if given.get(name) is not None]
+    if any(hasattr(found, "self_attention_cache") or not hasattr(found, "update") for found in cached):
         return "a cache with a part for cross-attention, or of an unknown kind, is in use"
     for name in _OF_EACH_TOKEN:
         value = given.get(name)
