@@ -32,7 +32,7 @@ def make_ragged_mask(stock: str) -> Callable:
         if not causal and function is not masking_utils.bidirectional_mask_function:
             if real is None:
                 return factory(**kwargs)
-            causal = _is_causal(function, batch, length, kwargs.get("use_vmap", False))
+            causal = _is_causal(function, batch, length, kwargs.get("use_vmap", True))
         return PaddingMask(batch, length, real, causal, lambda: factory(**kwargs))
 
     return cputrain_mask
