@@ -9,6 +9,7 @@ would be tested. Needs root, iproute2 and openssh-server; everything is gone whe
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -97,15 +98,25 @@ class Host:
 
     def commands(self) -> list[str]:
         """What runs on this machine, beside what was there at its start."""
-        own = psutil.Process(self.pid)
-        found = []
-        for process in own.children(recursive=True):
-            try:
+        return list(self._running().values())
+
+    def end_all(self) -> None:
+        """Kills what runs, but for what was there at its start."""
+        for process in self._running():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def _running(self) -> dict[psutil.Process, str]:
+        """All of its process namespace: also what was started from outside."""
+        namespace = os.readlink(f"/proc/{self.pid}/ns/pid")
+        found = {}
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
                 words = " ".join(process.cmdline())
-            except psutil.Error:
-                continue
-            if words and not words.startswith(("sshd: /usr/sbin/sshd", "/usr/sbin/sshd", "sleep 0.2")):
-                found.append(words)
+                of_the_host = words.startswith(("sshd: /usr/sbin/sshd", "/usr/sbin/sshd", "sleep 0.2"))
+                lives_here = os.readlink(f"/proc/{process.pid}/ns/pid") == namespace
+                if words and lives_here and not of_the_host and process.pid != self.pid:
+                    found[process] = words
         return found
 
     def is_quiet(self, seconds: float = 10) -> bool:

@@ -128,8 +128,7 @@ def test_ranks_end_even_if_the_launch_is_killed(place: Path) -> None:
     process.kill()
     process.wait()
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
-    for sleeper in sleepers("4322"):  # nobody is left who could end these
-        sleeper.kill()
+    assert nothing_is_left("4322")
 
 
 def test_a_port_in_use_is_a_sentence(place: Path) -> None:
@@ -181,7 +180,7 @@ def test_mpi_may_be_used_by_the_script_itself(mpirun: str, place: Path) -> None:
     (place / "own_mpi.py").write_text(
         "import ctypes, sys, time\nmpi = ctypes.CDLL(sys.prefix + '/lib/libmpi.so.12')\n"
         "assert mpi.MPI_Init(None, None) == 0\nimport os\ntime.sleep(int(os.environ['RANK']))\n"
-        "assert mpi.MPI_Finalize() == 0\nprint('FINALIZED', flush=True)\n"
+        "assert mpi.MPI_Finalize() == 0\nsys.stdout.write('FINALIZED\\n')\n"
     )
     library = {"LD_LIBRARY_PATH": f"{sys.prefix}/lib"}
     answer = started(mpirun, "-n", "2", sys.executable, "-m", "cputrain", "run", "own_mpi.py", place=place, **library)

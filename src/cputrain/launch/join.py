@@ -27,6 +27,8 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
     if environ.get("CPUTRAIN_PARENT") == str(os.getppid()):  # a rank that `launch` started, not a script's child
         processes.die_with(os.getppid())
     place = _as_place(ranks.find(environ))
+    if environ.get(EXPECTED):
+        processes.guard(environ)
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
     unlabel = output.label(place.rank, folder or None, bars == "1") if labels and place else None

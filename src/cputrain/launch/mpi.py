@@ -85,8 +85,9 @@ def identify(command: str) -> Mpi | None:
 
 def hosts_text(mpi: Mpi, machines: Iterable[Machine]) -> str:
     """The hostfile in this MPI's own format, whatever the user's was."""
-    form = "{} slots={}\n" if mpi.kind == "Open MPI" else "{}:{}\n"
-    return "".join(form.format(machine.name, machine.processes) for machine in machines)
+    if mpi.kind == "Open MPI":  # a line for each rank: by slots, its own machine would come first
+        return "".join(f"{machine.name}\n" * machine.processes for machine in machines)
+    return "".join(f"{machine.name}:{machine.processes}\n" for machine in machines)
 
 
 def command(
@@ -95,7 +96,7 @@ def command(
     """Variables are named, not written: their values would show in `ps`."""
     listed = sorted(names)
     if mpi.kind == "Open MPI":
-        hosts = ["--hostfile", hostfile] if hostfile else ["--oversubscribe"]
+        hosts = ["--hostfile", hostfile, "--map-by", "seq"] if hostfile else ["--oversubscribe"]
         root = ["--allow-run-as-root"] if os.geteuid() == 0 else []
         named = [word for name in listed for word in ("-x", name)]
         return [mpi.command, *root, "-np", str(size), *hosts, "--wdir", folder, *named, *program]

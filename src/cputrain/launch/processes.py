@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import secrets
 import signal
 import time
+from collections.abc import MutableMapping
 
+_MARK = "CPUTRAIN_STARTED_BY"
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -21,6 +24,41 @@ def die_with(parent: int) -> None:
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(128 + signal.SIGKILL)
+
+
+def guard(environ: MutableMapping[str, str]) -> None:
+    """Leaves a small process behind that ends what this one started, wherever it went, when this one is gone.
+
+    Found by a mark in their environment: mpirun kills a rank's process group, and children may have left it.
+    """
+    if environ.get(_MARK):
+        return
+    environ[_MARK] = mark = secrets.token_hex(8)
+    guarded = os.getpid()
+    if os.fork() == 0:
+        os.setsid()
+        os.closerange(0, 65_536)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
+        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGUSR1)
+        if os.getppid() == guarded:
+            signal.sigwait({signal.SIGUSR1})
+        for number, pause in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 0.0)):
+            if not _end_marked(mark, number):
+                break
+            time.sleep(pause)
+        os._exit(0)
+
+
+def _end_marked(mark: str, number: int) -> int:
+    """How many processes had the mark. The guard itself was started without it."""
+    entry = f"{_MARK}={mark}".encode()
+    found = 0
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if entry in file.read().split(b"\0"):
+                found += 1
+                _send(int(name), number)
+    return found
 
 
 def end_descendants(seconds: float = 5.0) -> None:

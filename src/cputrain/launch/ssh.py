@@ -126,7 +126,7 @@ def _wait(nodes: list[_Node]) -> int:
         for node, code in zip(nodes, codes, strict=True):
             if code:
                 print(f"cputrain: {node.ending(code)}; all machines are ended.", file=sys.stderr)
-                return processes.exit_code(code)
+                return 2 if node.is_unreachable(code) else processes.exit_code(code)
         if all(code == 0 for code in codes):
             return 0
         time.sleep(0.1)
@@ -186,9 +186,13 @@ class _Node:
             elif text:
                 self._said.append(text)
 
-    def ending(self, code: int) -> str:
+    def is_unreachable(self, code: int) -> bool:
+        """ssh's own failures are 255, with some words of its own."""
         self.reader.join(2)
-        if code != 255 or not self._said:
+        return code == 255 and bool(self._said)
+
+    def ending(self, code: int) -> str:
+        if not self.is_unreachable(code):
             return " ".join([f"{self.name} ended with exit code {processes.exit_code(code)}", *self._last_words()])
         return _unreachable(self.name, self._said)
 
