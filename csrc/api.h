@@ -46,11 +46,12 @@ CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, con
                                         int64_t cols, float eps);
 
 // z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y; if
-// `kept` receives it, z itself is not written and may be null.
+// `kept` receives it, z itself is not written and may be null. kept_out receives out (or null).
 CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
                                        const float* weight, const float* beta, float* z, void* kept,
-                                       float* out, float* mean, float* rstd, int64_t rows,
-                                       int64_t cols, float eps, float p, uint64_t key);
+                                       float* out, void* kept_out, float* mean, float* rstd,
+                                       int64_t rows, int64_t cols, float eps, float p,
+                                       uint64_t key);
 
 // The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
 // null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that.

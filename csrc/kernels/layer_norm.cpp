@@ -86,8 +86,8 @@ void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, 
 
 void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
                        const float* weight, const float* beta, float* z, void* kept, float* out,
-                       float* mean, float* rstd, int64_t rows, int64_t cols, float eps, float p,
-                       uint64_t key) {
+                       void* kept_out, float* mean, float* rstd, int64_t rows, int64_t cols,
+                       float eps, float p, uint64_t key) {
   const DropoutRate rate(p);
   const auto join = bias ? (p > 0 ? join_row<true, true> : join_row<true, false>)
                          : (p > 0 ? join_row<false, true> : join_row<false, false>);
@@ -101,6 +101,7 @@ void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
     rstd[r] = m.rstd;
     normalise_row(row, m, weight, beta, out + at, cols);
     if (kept) keep_row(row, (Bf16*)kept + at, cols);
+    if (kept_out) keep_row(out + at, (Bf16*)kept_out + at, cols);
   }
 }
 

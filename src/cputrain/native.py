@@ -48,7 +48,7 @@ SIGNATURES = {
     "find_outside": "piip",
     "layer_norm": "pppppp" + "iif",
     "layer_norm_backward": "ppippppppppp" + "iifk",
-    "post_norm": "pppppppppp" + "iiffk",
+    "post_norm": "ppppppppppp" + "iiffk",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
 

@@ -14,6 +14,7 @@ of each product every so often, and computes in fp32 from its next forward on.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -21,7 +22,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cputrain.ops import matmul
+from cputrain.ops import matmul, workspace
 
 logger = logging.getLogger("cputrain")
 
@@ -74,7 +75,13 @@ class Call:
 
     def keep(self, x: Tensor) -> Tensor:
         """`x` as it is kept for the backward; `kept_as_float` reads it."""
-        return x.to(_STORAGE.get(self.kind, torch.float32))
+        if self.kind not in _STORAGE:
+            return x
+        kept = _last.kept_of(x)
+        if kept is None:
+            kept = x.to(_STORAGE[self.kind])
+            note_kept(x, kept)
+        return kept
 
     def note_columns(self, kept: Tensor, x_TI: Tensor) -> None:
         if self.watched is not None:
@@ -107,8 +114,34 @@ class Call:
 FP32 = Arithmetic()
 
 
+class _Last(threading.local):
+    """What was kept last: the output of one operator is the input of the next, and both keep it."""
+
+    source: Tensor | None = None  # held, so that nothing else can lie in its place
+    version = 0
+    kept: Tensor | None = None
+
+    def kept_of(self, x: Tensor) -> Tensor | None:
+        source = self.source
+        if source is None or source.data_ptr() != x.data_ptr() or source.numel() != x.numel():
+            return None
+        if source._version != self.version or not x.is_contiguous() or x.dtype != source.dtype:
+            return None
+        return self.kept.view(x.shape)  # type: ignore[union-attr]
+
+
+_last = _Last()
+
+
+def note_kept(source: Tensor, kept: Tensor) -> None:
+    if source.is_contiguous() and not source.is_inference():
+        _last.source = source.detach()  # not `source` itself, which will hold the graph
+        _last.version, _last.kept = source._version, kept
+
+
 def kept_as_float(kept: Tensor) -> Tensor:
-    return kept.float()  # itself where it is float
+    """To be used at once: what was kept as bf16 is spread out in a workspace."""
+    return kept if kept.dtype == torch.float32 else workspace.floats("kept", *kept.shape).copy_(kept)
 
 
 def sampled_error(left: Tensor, right: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None):

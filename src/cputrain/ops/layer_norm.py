@@ -44,14 +44,18 @@ def joined_norm_forward(
     p: float,
     key: int,
     z: Tensor,
+    kept_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z = residual + dropout(y + bias), written into `z` (float or bf16), and its LayerNorm, mean and 1 / deviation."""
+    """z = residual + dropout(y + bias), written into `z` (float or bf16), and its LayerNorm, mean and 1 / deviation.
+
+    `kept_out` receives the result as bf16.
+    """
     rows, cols = rows_and_cols(y)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
     native.kernels().post_norm(
         *map(address, (y, bias, residual, weight, beta)),
         *((None, address(z)) if is_bf16(z) else (address(z), None)),
-        *map(address, (out, mean, rstd)),
+        *map(address, (out, kept_out, mean, rstd)),
         rows,
         cols,
         eps,

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from cputrain.ops import layer_norm
+from cputrain.ops.arithmetic import note_kept
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import contiguous, require_float32, require_size
@@ -22,9 +23,16 @@ def post_norm_forward(
     key: int,
     storage: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, each row's mean and 1 / deviation, and the sum before the norm as `storage` (as float, over y)."""
-    z = y if storage is torch.float32 else torch.empty_like(y, dtype=storage)
-    return *layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z), z
+    """The result, each row's mean and 1 / deviation, and the sum before the norm as `storage` (as float, over y).
+
+    Whoever uses the result next will keep it as bf16, too: that is written while the row is in the cache.
+    """
+    if storage is torch.float32:
+        return *layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, y), y
+    z, kept_out = (torch.empty_like(y, dtype=storage) for _ in range(2))
+    norm = layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z, kept_out)
+    note_kept(norm[0], kept_out)
+    return *norm, z
 
 
 def post_norm_backward(

@@ -91,3 +91,22 @@ def test_copies_know_and_pickles_forget():
     arithmetic = Arithmetic("int16", 5, "why")
     assert copy.deepcopy(arithmetic) == arithmetic
     assert pickle.loads(pickle.dumps(arithmetic)) is None  # noqa: S301
+
+
+def test_what_two_operators_keep_is_kept_once():
+    call, x = Arithmetic("bf16").begin(), torch.randn(6, 8)
+    kept = call.keep(x)
+    assert call.keep(x.view(3, 16)).data_ptr() == kept.data_ptr()
+    x.add_(1)  # a change must not go unnoticed
+    assert torch.equal(call.keep(x), x.bfloat16())
+    other = torch.randn(6, 8)
+    assert torch.equal(call.keep(other), other.bfloat16())
+    assert torch.equal(call.keep(other.t()), other.t().bfloat16())
+    assert torch.equal(call.keep(other[:3]), other[:3].bfloat16())
+
+
+def test_keeping_holds_no_graph():
+    x = torch.randn(4, 4, requires_grad=True)
+    y = (x * 2).contiguous()
+    Arithmetic("bf16").begin().keep(y)
+    assert module._last.source is not None and module._last.source.grad_fn is None
