@@ -105,13 +105,6 @@ def test_fp16_is_refused_in_one_sentence(flag: str, tmp_path) -> None:
         parse("--output_dir", str(tmp_path), flag)
 
 
-@pytest.mark.parametrize("name", ["WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE"])
-def test_ccl_among_several_ranks_is_refused_never_gloo(name: str, tmp_path, monkeypatch) -> None:
-    monkeypatch.setenv(name, "2")
-    with pytest.raises(Refused, match="ccl among 2 processes"):
-        parse("--output_dir", str(tmp_path), "--ddp_backend", "ccl")
-
-
 def test_an_unknown_backend_is_still_refused(tmp_path, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
         parse("--output_dir", str(tmp_path), "--ddp_backend", "smoke")

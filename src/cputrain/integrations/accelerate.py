@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cputrain import hardware
-from cputrain.integrations import hook, settings
+from cputrain.integrations import collectives, hook, settings
 from cputrain.integrations.notices import Refused, mention_once, say_once
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -28,7 +28,8 @@ class Accelerator(stock.Accelerator):
     _stock_autocasts = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        with collectives.offered():
+            super().__init__(*args, **kwargs)
         self._stock_autocasts = self.native_amp
         self._decide(use_ipex=None)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import copyreg
-import os
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -12,12 +11,10 @@ from typing import Any
 import torch
 import transformers.training_args as stock
 
-from cputrain.integrations import hook
+from cputrain.integrations import collectives, hook
 from cputrain.integrations.notices import Refused, say_once
 
 _BACKEND = stock.TrainingArguments.__dataclass_fields__["ddp_backend"].metadata
-# Who says how many ranks there are: torchrun, Intel MPI and MPICH, Open MPI, MVAPICH.
-_WORLD_SIZES = ("WORLD_SIZE", "PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 
 
 @dataclass(repr=False)
@@ -44,15 +41,17 @@ class TrainingArguments(stock.TrainingArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """`ccl` among one rank is no backend at all; stock would ask for a process group that nobody made."""
-        if self.ddp_backend != "ccl":
-            return super()._setup_devices
-        _check_ranks()
-        self.ddp_backend = None
+        """`ccl` among one rank is no backend at all: stock would ask for a process group that nobody made."""
+        asked = self.ddp_backend
+        if asked == "ccl":
+            self.ddp_backend = None  # among several ranks that means ours
         try:
-            return super()._setup_devices
+            with collectives.offered():
+                device = super()._setup_devices
         finally:
-            self.ddp_backend = "ccl"
+            self.ddp_backend = asked
+        collectives.set_timeout(self.ddp_timeout_delta)
+        return device
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """training_args.bin names stock's class, so that it loads where cputrain isn't installed."""
@@ -87,15 +86,6 @@ def _check_precision(arguments: TrainingArguments) -> None:
     if arguments.bf16_full_eval and arguments.use_ipex is not False:
         say_once("--bf16_full_eval has no effect: evaluation runs in the precision of the training")
         arguments.bf16_full_eval = False
-
-
-def _check_ranks() -> None:
-    ranks = max(int(os.environ.get(name) or 1) for name in _WORLD_SIZES)
-    if ranks > 1:
-        raise Refused(
-            f"--ddp_backend ccl among {ranks} processes is not in this version of cputrain yet; "
-            "write --ddp_backend gloo, or start one process."
-        )
 
 
 hook.take_place(stock, TrainingArguments)

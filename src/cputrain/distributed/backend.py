@@ -1,0 +1,122 @@
+"""Makes the groups of the backend `ccl`, and makes torch know it."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections import Counter
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+from cputrain.distributed import native_calls, rendezvous
+from cputrain.distributed.addresses import own_address
+from cputrain.distributed.alone import AloneTransport
+from cputrain.distributed.engines.gloo import GlooEngine
+from cputrain.distributed.monitor import Monitor
+from cputrain.distributed.process_group import CclProcessGroup
+from cputrain.distributed.shared_memory import SharedMemoryTransport
+from cputrain.distributed.transport import Transport
+from cputrain.distributed.two_level import Levels, TwoLevelTransport
+
+logger = logging.getLogger("cputrain")
+
+TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
+TRANSPORTS = ("auto", "shm", "gloo")
+
+# How often this process has made a group of each name: a store may outlive a group of the same name.
+_generations: Counter[str] = Counter()
+
+
+def register() -> None:
+    """`init_process_group("ccl")` works from now on."""
+    if "CCL" in dist.Backend._plugins:
+        return
+    dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
+    monitored = _monitored_barrier(distributed_c10d.monitored_barrier)
+    distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored
+
+
+def _create(options: Any, _: Any) -> CclProcessGroup:
+    rank, size, timeout = options.group_rank, options.group_size, options.timeout
+    global_ranks = list(options.global_ranks_in_group) or list(range(size))
+    generation = _generations[options.group_id]
+    _generations[options.group_id] += 1
+    store = dist.PrefixStore(f"ccl/{generation}", options.store)
+    transport, reason = _choose(store, rank, global_ranks, timeout)
+    if rank == 0:
+        logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)
+    return CclProcessGroup(transport, rank, size, timeout)
+
+
+def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> tuple[Transport, str]:
+    """The way that data takes, and why."""
+    asked = _asked()
+    if len(global_ranks) == 1:
+        return AloneTransport(), "one rank"
+    meeting = rendezvous.meet(store, rank, global_ranks, timeout)
+    machines = len(meeting.machines)
+    if asked == "shm" and machines > 1:
+        raise ValueError(
+            f"{TRANSPORT}=shm, but the ranks are on {machines} machines that share no memory; use auto or gloo."
+        )
+    if machines == 1 and asked in ("auto", "shm"):
+        transport = SharedMemoryTransport(meeting.here, rank, meeting.peers)
+        return transport, "all ranks share this machine's memory"
+    if machines == 1:  # an engine was asked for: it alone, as if every rank were a machine
+        meeting.here.close()
+        meeting.machines, meeting.here = [[r] for r in range(len(global_ranks))], rendezvous.Machine([rank])
+        reason = f"{TRANSPORT}={asked}, although the ranks share memory"
+    else:
+        reason = f"{machines} machines"
+    return _two_levels(store, rank, meeting, timeout), reason
+
+
+def _asked() -> str:
+    asked = os.environ.get(TRANSPORT) or "auto"
+    if asked not in TRANSPORTS:
+        raise ValueError(f"{TRANSPORT} is one of {', '.join(TRANSPORTS)}, found {asked!r}.")
+    return asked
+
+
+def _two_levels(store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeout: timedelta) -> TwoLevelTransport:
+    here, machines, address = meeting.here, meeting.machines, own_address()
+    local: SharedMemoryTransport | AloneTransport = AloneTransport()
+    if here.memory is not None:
+        local = SharedMemoryTransport(here, here.ranks.index(rank), meeting.peers)
+    made: list[TwoLevelTransport] = []
+
+    def watch() -> None:
+        if made:
+            made[0].check_peers()
+
+    size = len(meeting.peers)
+    flat = GlooEngine(dist.PrefixStore("flat", store), rank, size, address, timeout, watch)
+    between = None
+    if rank == here.ranks[0]:
+        number = machines.index(here.ranks)
+        prefixed = dist.PrefixStore("between", store)
+        between = GlooEngine(prefixed, number, len(machines), address, timeout, watch)
+    monitor = Monitor(store, rank, size, address, timeout, lambda dead: local.report(native_calls.DIED, dead))
+    made.append(TwoLevelTransport(Levels(local, between, flat, monitor), machines, rank, meeting.peers))
+    return made[0]
+
+
+def _monitored_barrier(stock: Any) -> Any:
+    """Stock's refuses every group that isn't gloo's, by its name."""
+
+    @functools.wraps(stock)
+    def monitored_barrier(
+        group: Any = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+    ) -> Any:
+        found = group if group is not None else distributed_c10d._get_default_group()
+        if not isinstance(found, CclProcessGroup):
+            return stock(group, timeout, wait_all_ranks)
+        if isinstance(timeout, (int, float)):
+            timeout = timedelta(seconds=timeout)
+        return found.monitored_barrier(timeout, wait_all_ranks)
+
+    return monitored_barrier

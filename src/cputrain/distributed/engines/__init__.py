@@ -1,0 +1,48 @@
+"""What carries bytes between machines: an existing engine, behind one small interface."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+
+class Engine(ABC):
+    """Moves bytes among ranks that share no memory. Tensors are contiguous and of uint8; every rank calls alike.
+
+    Reductions are not an engine's: the ranks exchange parts and reduce them with the kernels of the shared memory, in
+    fp32 where 16-bit floats are summed. So every dtype works on every engine.
+    """
+
+    name: str
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+        """outputs[r] receives what rank r has for this one; any sizes."""
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        """Any sizes, known to all."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        """From one rank, or from any (None); returns who it was."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends whatever waits in other threads."""
+
+    @abstractmethod
+    def close(self, broken: bool) -> None:
+        """Lets go of connections. After a failure (`broken`) others may never answer, and nothing waits for them."""
+
+
+# Raises if a peer is known to be gone; called now and then by whoever waits.
+Watch = Callable[[], None]

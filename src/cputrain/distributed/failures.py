@@ -1,0 +1,99 @@
+"""What a rank is told when a collective can't end: who is the cause, where it is, and what it did last."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cputrain.distributed import native_calls
+from cputrain.distributed.native_calls import Status
+
+
+class CollectiveError(RuntimeError):
+    """A collective that can't end; the group can't be used any more."""
+
+
+class PeerDied(CollectiveError):
+    """A rank's process has ended, or its machine can't be reached."""
+
+
+class PeerLate(CollectiveError):
+    """A rank did not come within the group's timeout."""
+
+
+class CollectivesDiffer(CollectiveError):
+    """Ranks called different collectives, or the same one with different sizes or dtypes."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Who a rank is, as it said itself when the group was made."""
+
+    rank: int  # in the group
+    global_rank: int
+    host: str
+    pid: int
+
+    def __str__(self) -> str:
+        return f"rank {self.global_rank} (host {self.host}, process {self.pid})"
+
+
+_ERRORS = {
+    native_calls.DIED: PeerDied,
+    native_calls.TIMEOUT: PeerLate,
+    native_calls.MISMATCH: CollectivesDiffer,
+    native_calls.LEFT: PeerDied,
+}
+
+
+def describe_last(status: Status) -> str:
+    """The culprit's last collective: "all_reduce number 17 (float32, 4,000 bytes)"."""
+    if status.sequence == 0:
+        return "none in this group"
+    known = 0 <= status.operation < len(native_calls.OPERATIONS)
+    name = native_calls.OPERATIONS[status.operation] if known else "unknown"
+    root = f", root {status.root}" if status.root >= 0 else ""
+    what = f"{native_calls.dtype_name(status.dtype)}, {status.bytes:,} bytes{root}"
+    return f"{name} number {status.sequence} ({what})"
+
+
+def different_message(peer: int, sent: int, expected: int) -> CollectivesDiffer:
+    return CollectivesDiffer(
+        f"rank {peer} sent {sent:,} bytes, this rank receives {expected:,}: the tensors of send and recv must have the "
+        "same size and dtype."
+    )
+
+
+def died_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
+    """A rank of another machine; `last` is what it is known to have finished."""
+    return PeerDied(
+        f"{peer} died, or its machine can't be reached; its last collective was {last}; this rank is in {mine}."
+    )
+
+
+def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
+    """The error for a failed native call; `peers` are the ranks of the shared memory, `everybody` of the group."""
+    if status.culprit >= len(peers):
+        elsewhere = everybody[status.culprit - len(peers)]
+        if status.kind == native_calls.MISMATCH:
+            return CollectivesDiffer(f"the ranks called different collectives: {elsewhere} is not in {mine}.")
+        return died_elsewhere(elsewhere, "the one before", mine)
+    if status.kind == native_calls.ABORTED or status.culprit < 0:
+        return CollectiveError(f"{mine} was ended: the process group has been shut down.")
+    culprit, last = peers[status.culprit], describe_last(status)
+    reporter = peers[status.reporter]
+    found = "" if status.reporter == status.culprit else f" (found by rank {reporter.global_rank})"
+    if status.kind == native_calls.DIED:
+        text = f"{culprit} died{found}; its last collective was {last}; this rank is in {mine}."
+    elif status.kind == native_calls.LEFT:
+        text = f"{culprit} has ended the group{found}; its last collective was {last}; this rank is in {mine}."
+    elif status.kind == native_calls.TIMEOUT:
+        text = (
+            f"{culprit} is late: waited {seconds:g} s (ddp_timeout){found}; its last collective was {last}; "
+            f"this rank is in {mine}."
+        )
+    else:
+        text = (
+            f"the ranks called different collectives: {culprit} is in {last}, this rank is in {mine}{found}; "
+            "order, dtype and shape must be the same on all ranks."
+        )
+    return _ERRORS.get(status.kind, CollectiveError)(text)

@@ -1,0 +1,139 @@
+"""Notices ranks of other machines that die, and links that break.
+
+Every rank holds a TCP connection to the group's first rank. A process that is killed loses its connection at once; a
+machine or link that is gone no longer answers the kernel's keep-alive probes, and its connection breaks after about
+ten seconds. The probes are answered by the other kernel: a rank that computes, holds the GIL or is stopped is late,
+not dead. Forked workers close their copy of the connection, so they don't keep a dead rank alive.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from datetime import timedelta
+
+import torch.distributed as dist
+
+_IDLE, _INTERVAL, _PROBES = 3, 2, 4  # seconds, seconds: broken after 11 s without an answer
+_NUMBER = struct.Struct("i")
+_BYE = -1  # else the number of a rank that died
+
+_live: weakref.WeakSet[Monitor] = weakref.WeakSet()
+
+
+class Monitor:
+    """Who of a group has died, as far as the connections tell."""
+
+    def __init__(
+        self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, tell: Callable[[int], None]
+    ) -> None:
+        """`tell` is called once, in a thread of its own, with the rank that died."""
+        self.rank, self.dead, self._tell = rank, -1, tell
+        self._connections = _connect(store, rank, size, address, timeout)
+        self._wake, self._woken = socket.socketpair()
+        self._gone: set[int] = set()
+        self._closing = False
+        self._thread = threading.Thread(target=self._serve, name="cputrain-monitor", daemon=True)
+        self._thread.start()
+        _live.add(self)
+
+    def close(self) -> None:
+        """Says that this rank ends properly."""
+        self._closing = True
+        for connection in self._connections.values():
+            with contextlib.suppress(OSError):
+                connection.sendall(_NUMBER.pack(_BYE))
+        self._wake.send(b"x")
+        self._thread.join()
+        for connection in (*self._connections.values(), self._wake, self._woken):
+            connection.close()
+
+    def forget(self) -> None:
+        """In a forked child: the connections are the parent's."""
+        for connection in (*self._connections.values(), self._wake, self._woken):
+            connection.close()
+
+    def _serve(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            for peer, connection in self._connections.items():
+                selector.register(connection, selectors.EVENT_READ, peer)
+            selector.register(self._woken, selectors.EVENT_READ, None)
+            while not self._closing and self.dead < 0 and len(self._gone) < len(self._connections):
+                for key, _ in selector.select():
+                    if key.data is not None and not self._listen(key.data):
+                        selector.unregister(key.fileobj)
+
+    def _listen(self, peer: int) -> bool:
+        """Whether there is more to hear from this peer."""
+        try:
+            content = self._connections[peer].recv(_NUMBER.size, socket.MSG_WAITALL)
+        except OSError:
+            content = b""
+        if len(content) == _NUMBER.size and (number := _NUMBER.unpack(content)[0]) != _BYE:
+            self._report(number)
+        elif len(content) == _NUMBER.size:
+            self._gone.add(peer)
+        elif peer not in self._gone and not self._closing:
+            self._report(peer)
+        return False
+
+    def _report(self, dead: int) -> None:
+        """Remembers, tells this machine, and as the first rank tells all others."""
+        if self.dead >= 0:
+            return
+        self.dead = dead
+        if self.rank == 0:
+            for peer, connection in self._connections.items():
+                if peer != dead:
+                    with contextlib.suppress(OSError):
+                        connection.sendall(_NUMBER.pack(dead))
+        self._tell(dead)
+
+
+def _connect(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dict[int, socket.socket]:
+    """The first rank: a connection for each other one. All others: one to the first."""
+    if rank == 0:
+        with socket.create_server((address, 0), family=_family(address), backlog=size) as listener:
+            listener.settimeout(timeout.total_seconds())
+            store.set("monitor", f"{address} {listener.getsockname()[1]}")
+            found: dict[int, socket.socket] = {}
+            while len(found) < size - 1:
+                connection, _ = listener.accept()
+                connection.settimeout(timeout.total_seconds())
+                found[_NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))[0]] = connection
+    else:
+        store.wait(["monitor"], timeout)
+        host, port = store.get("monitor").decode().split()
+        connection = socket.create_connection((host, int(port)), timeout.total_seconds())
+        connection.sendall(_NUMBER.pack(rank))
+        found = {0: connection}
+    for connection in found.values():
+        connection.settimeout(None)
+        _keep_alive(connection)
+    return found
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _keep_alive(connection: socket.socket) -> None:
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _INTERVAL * _PROBES))
+
+
+def _forget_all() -> None:
+    for monitor in list(_live):
+        monitor.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

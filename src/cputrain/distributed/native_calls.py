@@ -1,0 +1,310 @@
+"""The shared-memory collectives of the native library: structures, numbers and calls (csrc/api.h has the originals)."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch.distributed import ReduceOp
+
+from cputrain import native
+
+DONE, DIED, TIMEOUT, MISMATCH, LEFT, INTERRUPTED, ABORTED = range(7)
+REDUCE_ALL, REDUCE_SCATTER, PUBLISH, EXCHANGE = range(4)
+
+# What the others are shown, and messages are made of. Only ever extended at the end.
+OPERATIONS = (
+    "barrier",
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "all_to_all",
+    "monitored_barrier",
+)
+_OPERATION_NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
+
+_REDUCTIONS = {
+    ReduceOp.SUM: 0,
+    ReduceOp.AVG: 1,
+    ReduceOp.PRODUCT: 2,
+    ReduceOp.MIN: 3,
+    ReduceOp.MAX: 4,
+    ReduceOp.BAND: 5,
+    ReduceOp.BOR: 6,
+    ReduceOp.BXOR: 7,
+}
+SUM, MEAN = 0, 1
+_REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+
+DTYPES = (
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.uint16,
+    torch.uint32,
+    torch.uint64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+    torch.complex128,
+)
+_DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+_FLOATS, _COMPLEX = {9, 10, 11, 12}, {13, 14}
+BYTES = 255  # any dtype: moved, not computed with
+
+
+def dtype_name(number: int) -> str:
+    return str(DTYPES[number]).removeprefix("torch.") if 0 <= number < len(DTYPES) else "bytes"
+
+
+def reduction_number(operation: ReduceOp | ReduceOp.RedOpType) -> int:
+    """The number of a reduction; a ReduceOp and its RedOpType are equal but don't hash alike."""
+    kind = getattr(operation, "op", operation)
+    number = _REDUCTIONS.get(kind)
+    if number is None:
+        raise ValueError(f"ccl has no reduction {operation}; it has {', '.join(_REDUCTION_NAMES)}.")
+    return number
+
+
+def dtype_number(dtype: torch.dtype, reduction: int) -> int:
+    """The number of a dtype that has this reduction; others are refused in one sentence, before anybody waits."""
+    number = _DTYPE_NUMBERS.get(dtype)
+    impossible = (
+        number is None
+        or (number == 0 and reduction == MEAN)
+        or (number in _FLOATS and reduction > 4)
+        or (number in _COMPLEX and reduction > 2)
+    )
+    if impossible or number is None:
+        raise ValueError(f"ccl can't compute the {_REDUCTION_NAMES[reduction]} of {dtype} tensors.")
+    return number
+
+
+class Status(ctypes.Structure):
+    _fields_ = [
+        (name, ctypes.c_int64)
+        for name in ("kind", "culprit", "reporter", "sequence", "operation", "dtype", "root", "bytes")
+    ]
+
+
+_SignalCallback = ctypes.CFUNCTYPE(ctypes.c_int64)
+
+
+class Group(ctypes.Structure):
+    _fields_ = [
+        ("base", ctypes.c_void_p),
+        ("pidfds", ctypes.c_void_p),
+        ("on_signal", _SignalCallback),
+        ("rank", ctypes.c_int64),
+        ("ranks", ctypes.c_int64),
+        ("spin", ctypes.c_int64),
+        ("aborted", ctypes.c_int64),
+        ("sequence", ctypes.c_uint64),
+        ("round", ctypes.c_uint32),
+        ("unused", ctypes.c_uint32),
+    ]
+
+
+class Collective(ctypes.Structure):
+    _fields_ = [
+        ("way", ctypes.c_int64),
+        ("operation", ctypes.c_int64),
+        ("dtype", ctypes.c_int64),
+        ("reduction", ctypes.c_int64),
+        ("root", ctypes.c_int64),
+        ("bytes", ctypes.c_int64),
+        ("input", ctypes.c_void_p),
+        ("output", ctypes.c_void_p),
+        ("parts", ctypes.c_void_p),
+        ("sizes", ctypes.c_void_p),
+        ("send_parts", ctypes.c_void_p),
+        ("send_sizes", ctypes.c_void_p),
+    ]
+
+
+def segment_bytes(ranks: int) -> int:
+    """How much memory a group of so many ranks shares (most of it is never touched)."""
+    size = ctypes.c_int64()
+    native.kernels().ccl_segment_bytes(ranks, ctypes.byref(size))
+    return size.value
+
+
+def reduce_tensors(out: torch.Tensor, sources: Sequence[torch.Tensor], reduction: int, divisor: int) -> None:
+    """out = element-wise reduction of the sources (a mean: their sum / divisor), in one process."""
+    known = ctypes.c_int64()
+    native.kernels().ccl_reduce(
+        dtype_number(out.dtype, reduction),
+        reduction,
+        out.data_ptr(),
+        _pointers([source.data_ptr() for source in sources]),
+        len(sources),
+        out.numel(),
+        divisor,
+        ctypes.byref(known),
+    )
+    assert known.value, "dtype_number lets only known reductions pass"
+
+
+def _pointers(values: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(values))(*values)
+
+
+def _sizes(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+class CallFailed(Exception):
+    """A native call that didn't end well; its status is for failures.py to put into words."""
+
+    def __init__(self, status: Status) -> None:
+        super().__init__(status.kind)
+        self.status = status
+
+
+class _Interruption:
+    """Lets Python's signal handlers run while a native call waits, and keeps what they raise (Ctrl-C).
+
+    Handlers run as soon as Python code does. A function would be left by the exception before its first line, and
+    ctypes would drop it; a generator that is resumed inside its try block catches it.
+    """
+
+    def __init__(self) -> None:
+        self.error: BaseException | None = None
+        answers = self._answers()
+        next(answers)
+        self.callback = _SignalCallback(answers.__next__)
+
+    def _answers(self) -> Iterator[int]:
+        answer = 0
+        while True:
+            try:
+                yield answer
+                answer = 0
+            except GeneratorExit:
+                return
+            except BaseException as error:  # noqa: BLE001 - raised again as soon as the native call is left
+                self.error, answer = error, 1
+
+
+class SharedMemory:
+    """One rank's side of the memory that a group's ranks on this machine share. One collective at a time."""
+
+    def __init__(self, address: int, rank: int, ranks: int, pidfds: Sequence[int], spin: int) -> None:
+        self._pidfds = (ctypes.c_int32 * len(pidfds))(*pidfds)
+        self._interruption = _Interruption()
+        self.rank, self.ranks = rank, ranks
+        self._group = Group(
+            address, ctypes.addressof(self._pidfds), self._interruption.callback, rank, ranks, spin, 0, 0, 0, 0
+        )
+        self._kernels = native.kernels()
+        self._group_pointer = ctypes.addressof(self._group)
+
+    def abort(self) -> None:
+        """Ends whatever waits in other threads, and all later calls."""
+        self._group.aborted = 1
+
+    def leave(self) -> None:
+        """Tells the others that the end of this process is no death."""
+        self._kernels.ccl_leave(self._group_pointer)
+
+    def report(self, kind: int, culprit: int) -> None:
+        """Ends the group on this machine for a reason from outside; `culprit` counts from `ranks` on."""
+        self._kernels.ccl_report(self._group_pointer, kind, self.ranks + culprit)
+
+    # --- Collectives, over addresses and bytes -------------------------------------------------------------------
+
+    def reduce(
+        self, name: str, source: int, target: int, size: int, dtype: int, reduction: int, root: int, timeout: int
+    ) -> None:
+        """target = the reduction of everybody's source, at the root or (-1) everywhere."""
+        operation = _OPERATION_NUMBERS[name]
+        self._call(Collective(REDUCE_ALL, operation, dtype, reduction, root, size, source, target), timeout)
+
+    def reduce_scatter(
+        self, target: int, parts: Sequence[int], size: int, dtype: int, reduction: int, timeout: int
+    ) -> None:
+        pointers = _pointers(parts)
+        number = _OPERATION_NUMBERS["reduce_scatter"]
+        self._call(
+            Collective(REDUCE_SCATTER, number, dtype, reduction, -1, size, 0, target, ctypes.addressof(pointers)),
+            timeout,
+        )
+
+    def publish(
+        self, name: str, source: int, sizes: Sequence[int], targets: Sequence[int], root: int, timeout: int
+    ) -> None:
+        """Everybody's source, sizes[r] bytes long, goes to whoever has a place for it (targets[r] not 0)."""
+        pointers, lengths = _pointers(targets), _sizes(sizes)
+        self._call(
+            Collective(
+                PUBLISH,
+                _OPERATION_NUMBERS[name],
+                BYTES,
+                0,
+                root,
+                max(sizes),
+                source,
+                0,
+                ctypes.addressof(pointers),
+                ctypes.addressof(lengths),
+            ),
+            timeout,
+        )
+
+    def exchange(
+        self,
+        name: str,
+        sources: Sequence[int],
+        source_sizes: Sequence[int],
+        targets: Sequence[int],
+        target_sizes: Sequence[int],
+        root: int,
+        timeout: int,
+    ) -> None:
+        """What rank r has for this rank goes to targets[r]; the rank's own part is the caller's."""
+        arrays = _pointers(targets), _sizes(target_sizes), _pointers(sources), _sizes(source_sizes)
+        addresses = [ctypes.addressof(array) for array in arrays]
+        self._call(Collective(EXCHANGE, _OPERATION_NUMBERS[name], BYTES, 0, root, 0, 0, 0, *addresses), timeout)
+
+    def _call(self, collective: Collective, timeout: int) -> None:
+        status = Status()
+        self._kernels.ccl_collective(
+            self._group_pointer, ctypes.addressof(collective), ctypes.addressof(status), timeout
+        )
+        if status.kind:
+            self._raise(status)
+
+    # --- From one rank to another --------------------------------------------------------------------------------
+
+    def send(self, peer: int, address: int, size: int, timeout: int) -> None:
+        status = Status()
+        self._kernels.ccl_send(self._group_pointer, peer, address, size, ctypes.addressof(status), timeout)
+        if status.kind:
+            self._raise(status)
+
+    def receive(self, peer: int, address: int, size: int, timeout: int) -> None:
+        status = Status()
+        self._kernels.ccl_receive(self._group_pointer, peer, address, size, ctypes.addressof(status), timeout)
+        if status.kind:
+            self._raise(status)
+
+    def is_readable(self, peer: int) -> bool:
+        answer = ctypes.c_int64()
+        self._kernels.ccl_readable(self._group_pointer, peer, ctypes.byref(answer))
+        return bool(answer.value)
+
+    def _raise(self, status: Status) -> None:
+        error, self._interruption.error = self._interruption.error, None
+        if status.kind == INTERRUPTED and error is not None:
+            raise error
+        raise CallFailed(status)

@@ -1,0 +1,382 @@
+"""The process group behind `init_process_group("ccl")`: torch's calls, turned into a transport's.
+
+torch calls a group from Python and from C++. From C++ only some methods are looked up here (the "trampolines" of
+PyProcessGroup.hpp); they are all defined, under the names of torch 2.8 and of 2.13. Nothing is registered behind the
+group, so that a call which is not ours raises instead of running with the GIL held.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import weakref
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cputrain.distributed import native_calls, staging
+from cputrain.distributed.failures import CollectiveError
+from cputrain.distributed.staging import Outputs
+from cputrain.distributed.transport import Transport
+from cputrain.distributed.work import Lane, SeveralWorks, Work
+
+_live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
+# How long the end of a group waits for operations that were queued and not waited for.
+_GRACE = 1.0
+
+
+class CclProcessGroup(dist.ProcessGroup):
+    def __init__(self, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
+        super().__init__(rank, size)
+        self.transport = transport
+        self._rank, self._size, self._timeout = rank, size, timeout.total_seconds()
+        self._collectives = Lane("collectives")
+        self._lanes: dict[tuple[str, int, int], Lane] = {("collectives", -1, -1): self._collectives}
+        self._process = os.getpid()
+        self._sequence = 0
+        self._name = self._description = ""
+        self._coalesced: list[Work] | None = None
+        self._closed = False
+        _live.add(self)
+
+    # --- Reductions ----------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        reduction, limit = _reduction(opts), self._limit(opts, timeout)
+        _check_reduction(tensors, reduction)
+        if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
+            tensor = tensors[0]  # the common case, without a detour
+            return self._run(lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
+
+        def run(_: Work) -> None:
+            staging.in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
+
+        return self._run(run, tensors, opts)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+        reduction, limit, root = _reduction(opts), self._limit(opts), opts.rootRank
+        _check_reduction(tensors, reduction)
+
+        def run(_: Work) -> None:
+            staging.in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
+
+        return self._run(run, list(tensors), opts)
+
+    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        reduction, limit = _reduction(opts), self._limit(opts)
+        _check_reduction(outputs, reduction)
+        for output, parts in zip(outputs, inputs, strict=True):
+            if len(parts) != self._size or any(part.numel() != output.numel() for part in parts):
+                raise ValueError(f"reduce_scatter needs {self._size} inputs of the output's size on every rank.")
+
+        def run(_: Work) -> None:
+            for output, parts in zip(outputs, inputs, strict=True):
+                places = Outputs()
+                target = places.place(output)
+                sources = [staging.to_read(part) for part in parts]
+                self.transport.reduce_scatter(target, sources, reduction, limit)
+                places.deliver()
+
+        return self._run(run, list(outputs), opts)
+
+    def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        return self.reduce_scatter_single_coalesced([output], [tensor], opts)
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        parts = [staging.parts_of(staging.to_read(tensor), self._size, "the input") for tensor in inputs]
+        return self.reduce_scatter(outputs, parts, opts)
+
+    # --- Moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        root = opts if isinstance(opts, int) else opts.rootRank
+        limit = self._limit(opts, timeout)
+
+        def run(_: Work) -> None:
+            staging.in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
+
+        return self._run(run, tensors, opts)
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
+    ) -> Work:
+        if isinstance(inputs, Tensor):
+            outputs, inputs = [outputs], [inputs]  # type: ignore[list-item]
+        pairs = [(list(targets), tensor) for targets, tensor in zip(outputs, inputs, strict=True)]
+        for targets, tensor in pairs:
+            if len(targets) != self._size or targets[self._rank].nbytes != tensor.nbytes:
+                raise ValueError(
+                    f"all_gather needs {self._size} outputs, of which number {self._rank} has the input's size."
+                )
+        return self._gather_all(pairs, opts)
+
+    def _gather_all(self, pairs: Sequence[tuple[list[Tensor], Tensor]], opts: Any) -> Work:
+        limit = self._limit(opts)
+
+        def run(_: Work) -> None:
+            for targets, tensor in pairs:
+                places = Outputs()
+                self.transport.all_gather([places.place(t) for t in targets], staging.to_read(tensor), limit)
+                places.deliver()
+
+        return self._run(run, [target for targets, _ in pairs for target in targets], opts)
+
+    def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
+        return self.all_gather_single_coalesced([output], [tensor], opts)
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        limit = self._limit(opts)
+        for output, tensor in zip(outputs, inputs, strict=True):
+            if output.nbytes != tensor.nbytes * self._size:
+                raise ValueError(
+                    f"the output has {output.numel()} elements; {self._size} ranks gather "
+                    f"{self._size} × {tensor.numel()} of {tensor.dtype}."
+                )
+
+        def run(_: Work) -> None:
+            for output, tensor in zip(outputs, inputs, strict=True):
+                places = Outputs()
+                targets = staging.parts_of(places.place(output), self._size, "the output")
+                self.transport.all_gather(targets, staging.to_read(tensor), limit)
+                places.deliver()
+
+        return self._run(run, list(outputs), opts)
+
+    def allgather_coalesced(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
+    ) -> Work:
+        """Here the outer list is of ranks, the inner one of tensors."""
+        pairs = [([outputs[rank][i] for rank in range(self._size)], tensor) for i, tensor in enumerate(inputs)]
+        return self._gather_all(pairs, opts)
+
+    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        limit, root, tensor = self._limit(opts), opts.rootRank, inputs[0]
+        targets = list(outputs[0]) if self._rank == root and outputs else []
+        if self._rank == root and (len(targets) != self._size or any(t.nbytes != tensor.nbytes for t in targets)):
+            raise ValueError(f"gather needs {self._size} outputs of the input's size at the root.")
+
+        def run(_: Work) -> None:
+            places = Outputs()
+            self.transport.gather([places.place(t) for t in targets], staging.to_read(tensor), root, limit)
+            places.deliver()
+
+        return self._run(run, targets, opts)
+
+    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+        limit, root, output = self._limit(opts), opts.rootRank, outputs[0]
+        sources = list(inputs[0]) if self._rank == root and inputs else []
+        if self._rank == root and (len(sources) != self._size or any(s.nbytes != output.nbytes for s in sources)):
+            raise ValueError(f"scatter needs {self._size} inputs of the output's size at the root.")
+
+        def run(_: Work) -> None:
+            places = Outputs()
+            target = places.place(output)
+            self.transport.scatter(target, [staging.to_read(s) for s in sources], root, limit)
+            places.deliver()
+
+        return self._run(run, [output], opts)
+
+    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+        if len(outputs) != self._size or len(inputs) != self._size:
+            raise ValueError(f"all_to_all needs {self._size} inputs and outputs.")
+        if outputs[self._rank].nbytes != inputs[self._rank].nbytes:
+            raise ValueError("all_to_all: a rank's own input and output differ in size.")
+        limit = self._limit(opts)
+
+        def run(_: Work) -> None:
+            places = Outputs()
+            targets = [places.place(output) for output in outputs]
+            self.transport.all_to_all(targets, [staging.to_read(tensor) for tensor in inputs], limit)
+            places.deliver()
+
+        return self._run(run, list(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: Tensor,
+        tensor: Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Work:
+        limit = self._limit(opts)
+        sources = staging.cut(staging.to_read(tensor), input_splits, self._size, "the input")
+        places = Outputs()
+        targets = staging.cut(places.place(output), output_splits, self._size, "the output")
+
+        def run(_: Work) -> None:
+            self.transport.all_to_all(targets, sources, limit)
+            places.deliver()
+
+        return self._run(run, [output], opts)
+
+    # --- Messages and barriers -----------------------------------------------------------------------------------
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        tensor = staging.to_read(tensors[0])
+        return self._run_beside(
+            ("send", peer, tag), lambda _: self.transport.send(tensor, peer, tag, self._timeout), list(tensors)
+        )
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        return self._receive(tensors, peer, tag)
+
+    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+        return self._receive(tensors, None, tag)
+
+    def _receive(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
+        places = Outputs()
+        target = places.place(tensors[0])
+
+        def run(work: Work) -> None:
+            work._source = self.transport.receive(target, peer, tag, self._timeout)
+            places.deliver()
+
+        return self._run_beside(("recv", -1 if peer is None else peer, tag), run, list(tensors))
+
+    def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
+        limit = self._limit(opts, timeout)
+        return self._run(lambda _: self.transport.barrier(limit), [], opts)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """A barrier that names the rank which did not come; every rank waits for every other one."""
+        limit = timeout.total_seconds() if timeout else self._timeout
+        self._collectives.run(lambda _: self.transport.barrier(limit, "monitored_barrier"), [], False).wait()
+
+    # --- Running -------------------------------------------------------------------------------------------------
+
+    def _run(self, operation: Callable[[Work], None], tensors: list[Tensor], opts: Any) -> Work:
+        self._sequence += 1
+        asynchronous = getattr(opts, "asyncOp", True) or self._coalesced is not None
+        work = self._collectives.run(operation, tensors, asynchronous)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _run_beside(self, key: tuple[str, int, int], operation: Callable[[Work], None], tensors: list[Tensor]) -> Work:
+        """Messages don't wait for collectives, nor for messages of another rank or tag."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes.setdefault(key, Lane("-".join(map(str, key))))
+        work = lane.run(operation, tensors, asynchronous=True)
+        if self._coalesced is not None:
+            self._coalesced.append(work)
+        return work
+
+    def _limit(self, opts: Any = None, timeout: timedelta | None = None) -> float:
+        """Seconds: what this call says, else what the group says."""
+        asked = timeout if timeout is not None else getattr(opts, "timeout", None)
+        return asked.total_seconds() if asked is not None and asked > timedelta(0) else self._timeout
+
+    def _start_coalescing(self, device: torch.device) -> None:
+        self._coalesced = []
+
+    def _end_coalescing(self, device: torch.device) -> SeveralWorks:
+        works, self._coalesced = self._coalesced or [], None
+        return SeveralWorks(works)  # type: ignore[arg-type]
+
+    # --- What torch asks of a group ------------------------------------------------------------------------------
+
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def getBackendName(self) -> str:
+        return "ccl"
+
+    def name(self) -> str:
+        return "ccl"
+
+    # torch keeps a group's names in the backends behind it, of which there are none.
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> CclProcessGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"ccl has no backend for {device}.")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._timeout = timeout.total_seconds()
+
+    _set_default_timeout = set_timeout
+
+    def abort(self) -> None:
+        self.transport.abort()
+
+    def shutdown(self) -> None:
+        """Ends the group: what was queued may still run for a moment, what waits for others longer is ended."""
+        if self._closed or os.getpid() != self._process:  # a forked worker has only a copy
+            return
+        self._closed = True
+        for lane in self._lanes.values():
+            lane.drain(_GRACE)
+        self.transport.abort()
+        for lane in self._lanes.values():
+            lane.close()
+        self.transport.close()
+
+
+# The names that torch had before 2.13, and has still.
+for _old, _new in {
+    "_allgather_base": "all_gather_single",
+    "_reduce_scatter_base": "reduce_scatter_single",
+    "allgather_into_tensor_coalesced": "all_gather_single_coalesced",
+    "reduce_scatter_tensor_coalesced": "reduce_scatter_single_coalesced",
+    "alltoall_base": "all_to_all_single",
+}.items():
+    setattr(CclProcessGroup, _old, getattr(CclProcessGroup, _new))
+
+
+def _reduction(opts: Any) -> int:
+    """From options that have one, from a reduction itself, or torch's default."""
+    if opts is None:
+        return native_calls.SUM
+    return native_calls.reduction_number(getattr(opts, "reduceOp", opts))
+
+
+def _check_reduction(tensors: Sequence[Tensor], reduction: int) -> None:
+    for tensor in tensors:
+        native_calls.dtype_number(tensor.dtype, reduction)
+
+
+@atexit.register
+def _end_all() -> None:
+    """A script that ends without destroy_process_group leaves properly too: its end is no death."""
+    for group in list(_live):
+        with contextlib.suppress(CollectiveError):
+            group.shutdown()

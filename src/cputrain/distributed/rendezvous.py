@@ -1,0 +1,210 @@
+"""Who shares a machine: ranks offer memory over abstract Unix sockets, and whoever can open it shares it.
+
+Nothing else is asked. Host names, addresses and boot ids are the same in places that share no memory (two pods of one
+node), and different in places that do. The memory has no name (`memfd`), so nothing is left of it when the last
+process ends, and the size of /dev/shm is no limit.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from dataclasses import dataclass, field
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from cputrain import __version__
+from cputrain.distributed import native_calls
+from cputrain.distributed.failures import Peer
+
+# For tests: "0,1;2" lets ranks 0 and 1 share memory and nobody else, as if 2 were on another machine.
+APART = "CPUTRAIN_CCL_TEST_MACHINES"
+_CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+
+
+@dataclass
+class Machine:
+    """The ranks of a group that share this rank's machine, in ascending order, and what they share."""
+
+    ranks: list[int]
+    memory: mmap.mmap | None = None  # None: alone
+    pidfds: list[int] = field(default_factory=list)  # one for each of `ranks`
+
+    def close(self) -> None:
+        for descriptor in self.pidfds:
+            os.close(descriptor)
+        self.pidfds = []
+
+
+@dataclass
+class Meeting:
+    """All that the ranks of a group found out about one another."""
+
+    peers: list[Peer]
+    machines: list[list[int]]  # a partition of the ranks; each machine's ranks ascending, machines by first rank
+    here: Machine
+
+
+def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> Meeting:
+    """Every rank of the group calls this; it returns the same partition on each."""
+    ranks = len(global_ranks)
+    with _listening_socket() as listener:
+        card = {
+            "version": __version__,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "socket": listener.getsockname()[1:].decode(),
+        }
+        store.set(f"card/{rank}", json.dumps(card))
+        store.wait([f"card/{other}" for other in range(ranks)], timeout)
+        cards = [json.loads(store.get(f"card/{other}")) for other in range(ranks)]
+        _check_versions(cards, global_ranks)
+        peers = [Peer(other, global_ranks[other], card["host"], card["pid"]) for other, card in enumerate(cards)]
+        leader, connection = _first_that_opens(cards, rank, global_ranks)
+        store.set(f"leader/{rank}", str(leader))
+        store.wait([f"leader/{other}" for other in range(ranks)], timeout)
+        leaders = [int(store.get(f"leader/{other}")) for other in range(ranks)]
+        machines = _partition(leaders)
+        here = Machine(next(machine for machine in machines if rank in machine))
+        if len(here.ranks) > 1:
+            _share(here, rank, listener, connection, time.monotonic() + timeout.total_seconds())
+        if connection is not None:
+            connection.close()
+    return Meeting(peers, machines, here)
+
+
+def _check_versions(cards: list[dict], global_ranks: list[int]) -> None:
+    for other, card in enumerate(cards):
+        if card["version"] != __version__:
+            raise ValueError(
+                f"rank {global_ranks[other]} on host {card['host']} has cputrain {card['version']}, this rank has "
+                f"{__version__}: install the same version on all hosts."
+            )
+
+
+def _listening_socket() -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    listener.bind(f"\0cputrain-{secrets.token_hex(16)}")
+    listener.listen(socket.SOMAXCONN)
+    return listener
+
+
+def _first_that_opens(cards: list[dict], rank: int, global_ranks: list[int]) -> tuple[int, socket.socket | None]:
+    """The lowest rank whose socket this rank reaches, as the same user; itself if there is none."""
+    for other in range(rank):
+        if _kept_apart(global_ranks[rank], global_ranks[other]):
+            continue
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            connection.connect("\0" + cards[other]["socket"])
+        except OSError:
+            connection.close()
+            continue
+        if _is_same_user(connection):
+            return other, connection
+        connection.close()
+    return rank, None
+
+
+def _kept_apart(one: int, other: int) -> bool:
+    machines = [set(map(int, part.split(","))) for part in os.environ.get(APART, "").split(";") if part]
+    return bool(machines) and not any(one in machine and other in machine for machine in machines)
+
+
+def _is_same_user(connection: socket.socket) -> bool:
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(credentials)[1] == os.geteuid()
+
+
+def _partition(leaders: list[int]) -> list[list[int]]:
+    """Machines from everybody's choice. A rank whose leader follows another one is alone: all must share with all."""
+    machines: dict[int, list[int]] = {}
+    for rank, leader in enumerate(leaders):
+        machines.setdefault(leader if leaders[leader] == leader else rank, []).append(rank)
+    return [machines[first] for first in sorted(machines)]
+
+
+# --- Memory and pidfds over the socket ---------------------------------------------------------------------------
+
+
+def _share(
+    here: Machine, rank: int, listener: socket.socket, connection: socket.socket | None, deadline: float
+) -> None:
+    """The machine's first rank makes the memory, collects a pidfd of everybody and hands all of it out."""
+    size = native_calls.segment_bytes(len(here.ranks))
+    own = os.pidfd_open(os.getpid())
+    if rank == here.ranks[0]:
+        descriptor = os.memfd_create("cputrain", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        here.pidfds = _hand_out(here.ranks, own, descriptor, listener, deadline)
+    else:
+        assert connection is not None, "a rank that isn't first has connected to the first"
+        _send(connection, rank, [own])
+        os.close(own)
+        _, received = _receive(connection, 1 + len(here.ranks), deadline)
+        if not received:
+            raise ConnectionError("the rank of this machine that offered memory has gone before it gave it.")
+        descriptor, here.pidfds = received[0], received[1:]
+    here.memory = mmap.mmap(descriptor, size)
+    os.close(descriptor)
+
+
+def _hand_out(ranks: list[int], own: int, memory: int, listener: socket.socket, deadline: float) -> list[int]:
+    pidfds, connections = {ranks[0]: own}, []
+    with contextlib.ExitStack() as stack:
+        while len(pidfds) < len(ranks):
+            _wait_readable(listener, deadline)
+            connection, _ = listener.accept()
+            stack.callback(connection.close)
+            if not _is_same_user(connection):
+                continue
+            _wait_readable(connection, deadline)
+            other, received = _receive(connection, 1, deadline)
+            if other in ranks and other not in pidfds and received:
+                pidfds[other] = received[0]
+                connections.append(connection)
+        in_order = [pidfds[rank] for rank in ranks]
+        for connection in connections:
+            _send(connection, ranks[0], [memory, *in_order])
+    return in_order
+
+
+def _wait_readable(where: socket.socket, deadline: float) -> None:
+    left = deadline - time.monotonic()
+    if left <= 0 or not select.select([where], [], [], left)[0]:
+        raise TimeoutError("a rank of this machine did not come to share memory within the group's timeout.")
+
+
+# The kernel passes at most 253 descriptors in one message.
+_DESCRIPTORS_AT_ONCE = 200
+
+
+def _send(connection: socket.socket, rank: int, descriptors: list[int]) -> None:
+    for start in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
+        part = array.array("i", descriptors[start : start + _DESCRIPTORS_AT_ONCE])
+        connection.sendmsg([struct.pack("i", rank)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+
+
+def _receive(connection: socket.socket, count: int, deadline: float) -> tuple[int, list[int]]:
+    """`count` descriptors, and the number that came with them; (-1, []) if the other side has gone."""
+    rank, found = -1, array.array("i")
+    while len(found) < count:
+        _wait_readable(connection, deadline)
+        space = socket.CMSG_SPACE(_DESCRIPTORS_AT_ONCE * found.itemsize)
+        data, messages, _, _ = connection.recvmsg(4, space, socket.MSG_CMSG_CLOEXEC)
+        if not data:
+            return -1, []
+        rank = struct.unpack("i", data)[0]
+        for level, kind, content in messages:
+            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+                found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    return rank, found.tolist()

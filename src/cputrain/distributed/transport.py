@@ -1,0 +1,62 @@
+"""What a process group needs of a way to move data: the collectives, on contiguous CPU tensors, one at a time."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+from torch import Tensor
+
+
+class Transport(ABC):
+    """Ranks are those of the group. Timeouts are seconds. Every call returns when this rank's part is done."""
+
+    name: str
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
+        """In place; `reduction` is a number of native_calls."""
+
+    @abstractmethod
+    def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
+        """In place at the root; elsewhere the tensor stays as it is."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        """Sizes may differ between ranks, and are known to all."""
+
+    @abstractmethod
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+        """All of one size; `outputs` is empty but at the root."""
+
+    @abstractmethod
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+        """`tensors` is empty but at the root."""
+
+    @abstractmethod
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+        """Any sizes."""
+
+    @abstractmethod
+    def barrier(self, timeout: float, name: str = "barrier") -> None: ...
+
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        """From one rank, or from any (None); returns who it was."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends whatever waits in other threads; nothing works afterwards."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Tells the others that this rank ends, and lets go of everything. Nothing waits any more."""

@@ -1,0 +1,226 @@
+"""Collectives of several machines: within each over shared memory, between them through an engine.
+
+A reduction is made on each machine first, the machines' first ranks exchange the results, and each machine spreads
+them: what crosses the network doesn't grow with the ranks of a machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from cputrain.distributed import native_calls
+from cputrain.distributed.alone import AloneTransport
+from cputrain.distributed.engines import Engine
+from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, died_elsewhere
+from cputrain.distributed.monitor import Monitor
+from cputrain.distributed.shared_memory import SharedMemoryTransport
+from cputrain.distributed.transport import Transport
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class Levels:
+    """What a rank has of each level."""
+
+    local: SharedMemoryTransport | AloneTransport
+    between: Engine | None  # among the machines' first ranks; None on all others
+    flat: Engine  # among all ranks, for what has no second level
+    monitor: Monitor
+
+
+class TwoLevelTransport(Transport):
+    def __init__(self, levels: Levels, machines: list[list[int]], rank: int, peers: list[Peer]) -> None:
+        self._local, self._between, self._flat = levels.local, levels.between, levels.flat
+        self._monitor, self._peers = levels.monitor, peers
+        self._count, self._mine, self._last = 0, "no collective", "none in this group"
+        self._machines, self.rank = machines, rank
+        self.size = sum(len(machine) for machine in machines)
+        self._here = next(number for number, machine in enumerate(machines) if rank in machine)
+        self._place = {r: (m, machine.index(r)) for m, machine in enumerate(machines) for r in machine}
+        self.name = f"shm+{self._flat.name}" if self.size > len(machines) else self._flat.name
+        self._broken = False
+
+    # --- Reductions ----------------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
+        self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout)
+        self._reduce_everywhere(tensor, reduction, timeout)
+
+    def _reduce_everywhere(self, tensor: Tensor, reduction: int, timeout: float) -> None:
+        native_calls.dtype_number(tensor.dtype, reduction)
+        wide = _exact(tensor, summed_locally=self.size > len(self._machines))
+        # A mean is divided once, by all ranks, where the machines' sums are added.
+        self._local.reduce(wide, native_calls.SUM if reduction == native_calls.MEAN else reduction, 0, timeout)
+        if self._between is not None:
+            self._reduce_between(wide, reduction, tensor.dtype, timeout)
+        if wide is not tensor:
+            tensor.copy_(wide)
+        self._local.broadcast(tensor, 0, timeout)
+
+    def _reduce_between(self, tensor: Tensor, reduction: int, dtype: torch.dtype, timeout: float) -> None:
+        """Each machine reduces a part, in the order of the machines, and sends it to all others."""
+        assert self._between is not None
+        count, flat = len(self._machines), tensor.reshape(-1)
+        sizes = [flat.numel() // count + (part < flat.numel() % count) for part in range(count)]
+        received = [torch.empty(sizes[self._here], dtype=flat.dtype) for _ in range(count)]
+        parts = list(flat.split(sizes))
+        self._through(lambda: self._the_between().all_to_all(_bytes(received), _bytes(parts), timeout))
+        reduced = torch.empty(sizes[self._here], dtype=flat.dtype)
+        if reduced.numel():
+            native_calls.reduce_tensors(reduced, received, reduction, self.size)
+        # Sums of 16-bit floats travel in fp32, what comes of them is rounded once and travels in 16 bits.
+        results = list(torch.empty(flat.numel(), dtype=dtype).split(sizes))
+        own = _bytes([reduced.to(dtype)])[0]
+        self._through(lambda: self._the_between().all_gather(_bytes(results), own, timeout))
+        flat.copy_(torch.cat(results))
+
+    def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
+        self._enter("reduce", tensor.dtype, tensor.nbytes, timeout, root)
+        everywhere = tensor.clone()
+        self._reduce_everywhere(everywhere, reduction, timeout)
+        if self.rank == root:
+            tensor.copy_(everywhere)
+
+    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+        self._enter("reduce_scatter", output.dtype, output.nbytes, timeout)
+        joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        self._reduce_everywhere(joined, reduction, timeout)
+        output.copy_(joined[self.rank * output.numel() :][: output.numel()].reshape(output.shape))
+
+    # --- Moves ---------------------------------------------------------------------------------------------------
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
+        self._enter("broadcast", tensor.dtype, tensor.nbytes, timeout, root)
+        machine, place = self._place[root]
+        if machine == self._here:
+            self._local.broadcast(tensor, place, timeout)
+        if self._between is not None:
+            self._through(lambda: self._the_between().broadcast(_bytes([tensor])[0], machine, timeout))
+        if machine != self._here:
+            self._local.broadcast(tensor, 0, timeout)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        """A machine's tensors lie behind one another on their way."""
+        sizes = [output.nbytes for output in outputs]
+        self._enter("all_gather", tensor.dtype, sum(sizes), timeout)
+        joined = [torch.empty(sum(sizes[r] for r in machine), dtype=torch.uint8) for machine in self._machines]
+        mine = self._machines[self._here]
+        parts = list(joined[self._here].split([sizes[r] for r in mine]))
+        is_first = self.rank == mine[0]
+        own = _bytes([tensor])[0]
+        self._local.gather_uneven(parts if is_first else [], own, [sizes[r] for r in mine], timeout)
+        if self._between is not None:
+            self._through(lambda: self._the_between().all_gather(joined, joined[self._here].clone(), timeout))
+        everything = torch.cat(joined)
+        self._local.broadcast(everything, 0, timeout)
+        order = [r for machine in self._machines for r in machine]
+        for r, part in zip(order, everything.split([sizes[r] for r in order]), strict=True):
+            _bytes([outputs[r]])[0].copy_(part)
+
+    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+        self._enter("gather", tensor.dtype, tensor.nbytes, timeout, root)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        own = _bytes([tensor])[0]
+        received = _bytes(outputs) if self.rank == root else [nothing] * self.size
+        sent = [own if r == root else nothing for r in range(self.size)]
+        self._through(lambda: self._flat.all_to_all(received, sent, timeout))
+
+    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+        self._enter("scatter", output.dtype, output.nbytes, timeout, root)
+        nothing = torch.empty(0, dtype=torch.uint8)
+        received = [_bytes([output])[0] if r == root else nothing for r in range(self.size)]
+        sent = _bytes(tensors) if self.rank == root else [nothing] * self.size
+        self._through(lambda: self._flat.all_to_all(received, sent, timeout))
+
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+        self._enter("all_to_all", outputs[0].dtype, 0, timeout)
+        self._through(lambda: self._flat.all_to_all(_bytes(outputs), _bytes(tensors), timeout))
+
+    def barrier(self, timeout: float, name: str = "barrier") -> None:
+        self._enter(name, "nothing", 0, timeout)
+        self._reduce_everywhere(torch.ones(1, dtype=torch.uint8), native_calls.SUM, timeout)
+
+    # --- Messages ------------------------------------------------------------------------------------------------
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
+        self._through(lambda: self._flat.send(_bytes([tensor])[0], peer, tag, timeout))
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        return self._through(lambda: self._flat.receive(_bytes([tensor])[0], peer, tag, timeout))
+
+    # --- Ends ----------------------------------------------------------------------------------------------------
+
+    def abort(self) -> None:
+        self._local.abort()
+        self._flat.abort()
+        if self._between is not None:
+            self._between.abort()
+
+    def close(self) -> None:
+        self._monitor.close()
+        self._local.close()
+        for engine in (self._between, self._flat):
+            if engine is not None:
+                engine.close(self._broken)
+
+    def check_peers(self) -> None:
+        """Raises if a rank is known to be gone."""
+        if self._monitor.dead >= 0:
+            raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine)
+
+    def _enter(self, name: str, dtype: object, size: int, timeout: float, root: int = -1) -> None:
+        """Every collective begins here: the machines' first ranks compare what they are about to do."""
+        self._count += 1
+        self._last, self._mine = self._mine, f"{name} number {self._count} ({dtype}, {size:,} bytes, root {root})"
+        if self._between is None:
+            return
+        text = self._mine.encode()[:_TITLE].ljust(_TITLE)
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        titles = [torch.empty(_TITLE, dtype=torch.uint8) for _ in self._machines]
+        self._through(lambda: self._the_between().all_gather(titles, mine, timeout))
+        for machine, title in zip(self._machines, titles, strict=True):
+            if not torch.equal(title, mine):
+                theirs = bytes(title.tolist()).decode(errors="replace").strip()
+                self._broken = True
+                self._local.report(native_calls.MISMATCH, machine[0])
+                raise CollectivesDiffer(
+                    f"the ranks called different collectives: {self._peers[machine[0]]} is in {theirs}, this rank is "
+                    f"in {self._mine}; order, dtype and shape must be the same on all ranks."
+                )
+
+    def _the_between(self) -> Engine:
+        assert self._between is not None, "only a machine's first rank speaks to other machines"
+        return self._between
+
+    def _through(self, call: Callable[[], _Result]) -> _Result:
+        """An engine that failed is never used again, and the rest of this machine hears of it."""
+        try:
+            return call()
+        except CollectiveError:
+            self._broken = True
+            self._local.report(native_calls.DIED, max(self._monitor.dead, 0))
+            raise
+
+
+# Room for what a collective is called in messages.
+_TITLE = 96
+
+
+def _exact(tensor: Tensor, summed_locally: bool) -> Tensor:
+    """Where sums of a machine's ranks are kept: those of 16-bit floats in fp32. The same on every machine."""
+    half = tensor.dtype in (torch.float16, torch.bfloat16)
+    return tensor.float() if half and summed_locally else tensor
+
+
+def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The memory of contiguous tensors as it is."""
+    return [tensor.reshape(-1).view(torch.uint8) if tensor.numel() else _NOTHING for tensor in tensors]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)

@@ -1,0 +1,186 @@
+"""Asynchronous work: threads that run a group's operations in order, and what their callers wait for.
+
+The native calls release the GIL, so a lane computes beside the Python code that queued its work.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work as TorchWork
+
+
+class Work(TorchWork):
+    """One operation that runs, or ran. torch's trampolines ask for `wait` and `get_future`."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self._tensors = tensors
+        self._lock = threading.Lock()
+        self._finished: threading.Event | None = None
+        self._done = False
+        self._error: BaseException | None = None
+        self._future: torch.futures.Future | None = None
+        self._source = -1
+
+    # --- For the lane ----------------------------------------------------------------------------------------
+
+    def finish(self, error: BaseException | None = None) -> None:
+        with self._lock:
+            self._error, self._done = error, True
+            future, finished = self._future, self._finished
+        if finished is not None:
+            finished.set()
+        if future is not None:
+            self._complete(future)
+
+    def _complete(self, future: torch.futures.Future) -> None:
+        if self._error is None:
+            future.set_result(self._tensors)
+        else:
+            future.set_exception(self._error)  # type: ignore[arg-type]
+
+    # --- For the caller --------------------------------------------------------------------------------------
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        if not self._done:
+            with self._lock:
+                if self._finished is None:
+                    self._finished = threading.Event()
+                    if self._done:
+                        self._finished.set()
+            seconds = timeout.total_seconds() if timeout else 0
+            if not self._finished.wait(seconds if seconds > 0 else None):
+                raise RuntimeError(f"the operation has not ended within the {seconds:g} s that wait() was given.")
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def get_future(self) -> torch.futures.Future:
+        with self._lock:
+            if self._future is not None:
+                return self._future
+            future = self._future = torch.futures.Future()
+            done = self._done
+        if done:
+            self._complete(future)
+        return future
+
+    def is_completed(self) -> bool:
+        return self._done
+
+    def is_success(self) -> bool:
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        return self._tensors
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._source
+
+    def _source_rank(self) -> int:
+        return self._source
+
+
+class SeveralWorks(TorchWork):
+    """Coalesced operations: done when all are."""
+
+    def __init__(self, works: list[TorchWork]) -> None:
+        super().__init__()
+        self._works = works
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return all(work.wait() if timeout is None else work.wait(timeout) for work in self._works)
+
+    def get_future(self) -> torch.futures.Future:
+        def results(done: torch.futures.Future) -> list[torch.Tensor]:
+            return [tensor for future in done.wait() for tensor in future.wait()]
+
+        return torch.futures.collect_all([work.get_future() for work in self._works]).then(results)
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+
+class Lane:
+    """Runs operations one after another: in the caller's thread if it waits anyway, else in one of its own."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._queue: queue.SimpleQueue[tuple[Work, Callable[[Work], Any]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._waiting = 0  # queued or running, changed under the lock
+        self._lock = threading.Lock()
+        self._free = threading.Lock()  # held while an operation runs
+        self._closed = False
+
+    def run(self, operation: Callable[[Work], Any], tensors: list[torch.Tensor], asynchronous: bool) -> Work:
+        """Starts an operation after all that came before it."""
+        work = Work(tensors)
+        with self._lock:
+            if self._closed:
+                raise RuntimeError("this process group has been shut down.")
+            inline = not asynchronous and self._waiting == 0
+            self._waiting += 1
+            if not inline:
+                self._start()
+                self._queue.put((work, operation))
+        if inline:
+            self._execute(work, operation)
+            work.wait()
+        return work
+
+    def _start(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._serve, name=f"cputrain-{self._name}", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        while (item := self._queue.get()) is not None:
+            self._execute(*item)
+            del item  # the tensors must not live until the next operation comes
+
+    def _execute(self, work: Work, operation: Callable[[Work], Any]) -> None:
+        error: BaseException | None = None
+        try:
+            with self._free:
+                operation(work)
+        except BaseException as caught:  # noqa: BLE001 - raised again by wait()
+            error = caught
+        with self._lock:
+            self._waiting -= 1
+        work.finish(error)
+
+    def drain(self, seconds: float) -> None:
+        """Waits a little for what is queued or running."""
+        end = time.monotonic() + seconds
+        while self._waiting and time.monotonic() < end:
+            time.sleep(0.001)
+
+    def close(self) -> None:
+        """Ends the thread after what is queued; the owner has made it end soon."""
+        with self._lock:
+            self._closed = True
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            self._queue.put(None)
+            if thread is not threading.current_thread():
+                thread.join()
