@@ -6,11 +6,14 @@ capabilities and CPU quota are the manifest's; only the image is missing: this m
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,11 +80,20 @@ class Pod:
         self.processes.append(process)
         return process
 
+    def kill(self) -> None:
+        """All processes of the container at once, as when it runs out of memory; the pod stays."""
+        for number in (self.quota / "tasks").read_text().split():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
+
     def end(self) -> None:
         self.starter.kill()
         self.starter.wait()
         for process in self.processes:
             process.wait()
+        limit = time.monotonic() + 10
+        while (self.quota / "tasks").read_text() and time.monotonic() < limit:
+            time.sleep(0.05)  # until the kernel has ended the namespace's processes
         self.quota.rmdir()
 
 
@@ -109,7 +121,11 @@ class Pods:
         os.chown(self.volume, 0, 1000)  # as fsGroup does
         self.volume.chmod(0o2775)
         self.programs.mkdir()
-        for name, words in (("cputrain", f"{sys.executable} -m cputrain"), ("python3", sys.executable)):
+        for name, words in (
+            ("cputrain", f"{sys.executable} -m cputrain"),
+            ("torchrun", f"{sys.executable} -m torch.distributed.run"),
+            ("python3", sys.executable),
+        ):
             (self.programs / name).write_text(f'#!/bin/sh\nexec {words} "$@"\n')
             (self.programs / name).chmod(0o755)
         self.folder.chmod(0o755)  # pytest keeps it to root, and pods run as another user

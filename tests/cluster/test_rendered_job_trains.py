@@ -6,6 +6,8 @@ import json
 import os
 import re
 import subprocess
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ import json, os, random, sys
 sys.path.insert(0, sys.argv[1])
 import torch, torch.distributed as dist
 from tokenizers import Tokenizer
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 import cputrain
 from cputrain import hardware
 from squad_data import collate, load_examples, make_feature
@@ -46,29 +48,38 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
 model, optimizer = cputrain.optimize(model, optimizer)
 replica = torch.nn.parallel.DistributedDataParallel(model)
 order, losses = random.Random(dist.get_rank()), []
-for _ in range(steps):
+os.makedirs(output, exist_ok=True)
+saved, resumed = f"{output}/model.safetensors", 0
+if os.path.exists(saved):
+    model.load_state_dict(load_file(saved))
+    resumed = int(open(f"{output}/step").read())
+dist.barrier()
+for step in range(resumed, steps):
     batch = collate(order.sample(features, 16), PADDED_LENGTH)
     loss = replica(**batch).loss
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
     losses.append(loss.item())
-if dist.get_rank() == 0:
-    os.makedirs(output, exist_ok=True)
-    save_file({name: value.clone() for name, value in model.state_dict().items()}, f"{output}/model.safetensors")
+    if dist.get_rank() == 0 and (step + 1) % 20 == 0:
+        save_file({name: value.clone() for name, value in model.state_dict().items()}, f"{saved}.new")
+        os.replace(f"{saved}.new", saved)
+        with open(f"{output}/step", "w") as file:
+            file.write(str(step + 1))
 total = torch.tensor([sum(p.double().sum() for p in model.parameters())])
 machine = hardware.this_machine()
 print("RESULT", json.dumps({
     "rank": dist.get_rank(), "size": dist.get_world_size(), "first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5,
     "sum": total.item(), "threads": torch.get_num_threads(), "quota": machine.cpu_quota.value, "uid": os.getuid(),
     "host": os.uname().nodename, "home": os.environ["HOME"], "trick": sys.argv[4], "caches": os.environ["HF_HOME"],
+    "resumed": resumed,
 }), flush=True)
 dist.destroy_process_group()
 """
 
 
-def job_of(kind: str, **more: Any) -> Job:
-    arguments = (str(ROOT / "examples" / "demo"), str(STEPS), "/srv/data/output", "$(HOME) 'x'")
+def job_of(kind: str, steps: int = STEPS, **more: Any) -> Job:
+    arguments = (str(ROOT / "examples" / "demo"), str(steps), "/srv/data/output", "$(HOME) 'x'")
     return Job(
         "qa", "x:1", "train.py", arguments, kind, workers=2, cpus="1", memory="2Gi",
         volume=Volume("data", "/srv/data"), script_text=SCRIPT, **more,
@@ -98,7 +109,7 @@ def assert_trained(folder: Path, pods: Pods, hosts: list[str]) -> None:
     assert sorted(result["host"] for result in found) == hosts
     assert found[0]["sum"] == found[1]["sum"]
     for result in found:
-        assert result["last"] < 0.75 * result["first"]
+        assert result["last"] < (0.75 * result["first"] if not result["resumed"] else 2.5)
         assert (result["threads"], result["quota"], result["uid"]) == (1, 1.0, 1000)
         assert (result["home"], result["trick"]) == ("/home/job", "$(HOME) 'x'")
         assert result["caches"] == "/srv/data/huggingface"
@@ -106,13 +117,21 @@ def assert_trained(folder: Path, pods: Pods, hosts: list[str]) -> None:
     assert sum(value.double().sum() for value in saved.values()).item() == pytest.approx(found[0]["sum"], rel=1e-6)
 
 
+def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+    limit = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.1)
+
+
 def wait(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[int]:
     return [process.wait(timeout=seconds) for process in processes]
 
 
-def test_a_pytorchjob_of_fixed_size(tmp_path: Path) -> None:
-    documents = list(map(plain, manifests.of_job(job_of("pytorchjob", rendezvous="1f"))))
-    write_maps(tmp_path, documents)
+def pytorchjob_pods(folder: Path, job: Job) -> tuple[dict[str, Any], dict[str, str]]:
+    """The Worker's replica, and its container's environment with what the operator adds."""
+    documents = list(map(plain, manifests.of_job(job)))
+    write_maps(folder, documents)
     spec = documents[-1]["spec"]
     policy, worker = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]
     operators = {
@@ -125,15 +144,41 @@ def test_a_pytorchjob_of_fixed_size(tmp_path: Path) -> None:
         "PET_MAX_RESTARTS": str(policy["maxRestarts"]),
         "PET_NPROC_PER_NODE": spec["nprocPerNode"],
     }
-    names: dict[str, list[str]] = {f"qa-worker-{number}": [] for number in range(worker["replicas"])}
+    return worker, kubelet.environment(worker["template"]["spec"]["containers"][0], operators, {})
+
+
+NAMES: dict[str, list[str]] = {"qa-worker-0": [], "qa-worker-1": []}
+
+
+def test_a_pytorchjob_of_fixed_size(tmp_path: Path) -> None:
+    worker, environment = pytorchjob_pods(tmp_path, job_of("pytorchjob", rendezvous="1f"))
     container = worker["template"]["spec"]["containers"][0]
-    environment = kubelet.environment(container, operators, {})
     with Pods(tmp_path) as pods:
-        made = [pods.add(names, name, worker["template"], container, {}) for name in names]
+        made = [pods.add(NAMES, name, worker["template"], container, {}) for name in NAMES]
         started = [pod.start(environment, pods.programs, tmp_path / f"{pod.name}.log") for pod in made]
         codes = wait(started)
-        assert_trained(tmp_path, pods, list(names))
+        assert_trained(tmp_path, pods, list(NAMES))
         assert codes == [0, 0]
+
+
+def test_an_elastic_pytorchjob_loses_a_worker_and_gets_it_back(tmp_path: Path) -> None:
+    worker, environment = pytorchjob_pods(tmp_path, job_of("pytorchjob", elastic=(1, 2), rendezvous="1f", steps=400))
+    container = worker["template"]["spec"]["containers"][0]
+    with Pods(tmp_path) as pods:
+        first, second = (pods.add(NAMES, name, worker["template"], container, {}) for name in NAMES)
+        started = [pod.start(environment, pods.programs, tmp_path / f"{pod.name}.log") for pod in (first, second)]
+        checkpoint = pods.volume / "output" / "step"
+        wait_for(lambda: checkpoint.exists() and int(checkpoint.read_text() or 0) >= 20)
+        second.kill()
+        started[1].wait(timeout=30)
+        lost_at = int(checkpoint.read_text())
+        # The kubelet restarts the container, as restartPolicy says.
+        started[1] = second.start(environment, pods.programs, tmp_path / f"{second.name}.log")
+        codes = wait(started)
+        assert_trained(tmp_path, pods, list(NAMES))
+        assert codes == [0, 0]
+        assert 20 <= lost_at < 400
+        assert all(result["resumed"] >= 20 for result in results(tmp_path, pods))
 
 
 def test_a_trainjob(tmp_path: Path) -> None:

@@ -122,7 +122,7 @@ def render(
     if not image:
         raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
     bounds = options.least_and_most(elastic) if elastic else None
-    said = _configured(config)
+    said = _configured(config, bounds is not None)
     if kind == "auto":
         kind, reason = kubectl.training_kind(kubectl.Kubectl(context, namespace), bounds is not None)
         print(f"cputrain: --kind {kind}: {reason}", file=sys.stderr)
@@ -145,7 +145,7 @@ def render(
         communication=communication,
         mpi=mpi,
         volume=_volume(Volume, pvc, mount, create_pvc, storage_class),
-        environment=options.assignments(env or (), "--env"),
+        environment=(*said.get("environment", ()), *options.assignments(env or (), "--env")),
         secrets=options.secrets(secret_env or ()),
         preload=tuple(preload or ()),
         log_level=log_level,
@@ -173,19 +173,22 @@ def _volume(make: Any, claim: str | None, mount: str, size: str | None, storage_
     return make(claim, mount, size, storage_class)
 
 
-def _configured(path: Path | None) -> dict[str, Any]:
+def _configured(path: Path | None, elastic: bool) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
     from cputrain.launch import config_file
 
     if path is None:
         return {}
     config = config_file.read(path)
-    words = ["--mixed_precision", config.mixed_precision] if config.mixed_precision != "no" else []
-    return {
+    found: dict[str, Any] = {
         "workers": config.num_machines,
         "processes": config.num_processes // config.num_machines,
-        "launch_options": (*words, *(() if config.ipex else ("--no-ipex",))),
     }
+    if elastic:  # torchrun knows no such options: the variables that launch would set
+        variables = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "CPUTRAIN_IPEX": str(config.ipex).lower()}
+        return {**found, "environment": tuple(variables.items())}
+    words = ["--mixed_precision", config.mixed_precision] if config.mixed_precision != "no" else []
+    return {**found, "launch_options": (*words, *(() if config.ipex else ("--no-ipex",)))}
 
 
 def _script_text(script: str) -> str:

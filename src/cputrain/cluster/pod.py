@@ -33,8 +33,11 @@ def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
 
 
 def command(job: Job) -> list[str]:
-    """`cputrain launch` reads what the operator sets, and starts the right number of processes."""
-    return ["cputrain", "launch"]
+    """`cputrain launch` reads what the operator sets, and starts the right number of processes.
+
+    A training whose size changes is torchrun's own: `launch` takes a fixed number of machines.
+    """
+    return ["torchrun", "-m", "cputrain", "run"] if job.elastic else ["cputrain", "launch"]
 
 
 def arguments(job: Job) -> list[str]:
