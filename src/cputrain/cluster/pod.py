@@ -63,8 +63,8 @@ def variables(job: Job) -> list[Any]:
         made.append(("CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"))
     if job.kind == "pytorchjob":
         # torch 2.13's agents keep the first round's address to themselves, and a new one asks for it in vain.
-        note = "else a worker that comes back waits for ever for the others' address"
-        made.append(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", note))
+        why = "else a worker that comes back waits for ever for the others' address"
+        made.append(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why))
     if job.volume:
         # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
         made.append(("HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"))
