@@ -199,3 +199,27 @@ def _interrupted(rank: int) -> None:
 def test_ctrl_c_ends_a_wait(tmp_path) -> None:
     found = said(tmp_path, "interrupted", 2)
     assert found[0][1].startswith("KeyboardInterrupt") and found[0][0] < 2.5
+
+
+# --- Between machines --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("machines", ["0;1", "0;1,2"])
+def test_a_killed_rank_of_another_machine_is_named(machines: str, tmp_path) -> None:
+    size = machines.replace(";", ",").count(",") + 1
+    found = said(tmp_path, "a_rank_is_killed", size, CPUTRAIN_CCL_TEST_MACHINES=machines)
+    assert set(found) == set(range(size)) - {1}
+    for after, text in found.values():
+        assert after < 5 and text.startswith(f"PeerDied: rank 1 (host {HOST}, process "), text
+        assert "its last collective was" in text and "this rank is in all_reduce" in text
+
+
+def test_a_stopped_rank_of_another_machine_is_waited_for(tmp_path) -> None:
+    found = said(tmp_path, "a_rank_is_stopped", 2, CPUTRAIN_CCL_TEST_MACHINES="0;1")
+    assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 3
+
+
+def test_mismatched_collectives_of_two_machines_are_reported(tmp_path) -> None:
+    found = said(tmp_path, "sizes_differ", 2, CPUTRAIN_CCL_TEST_MACHINES="0;1")
+    for _, text in found.values():
+        assert text.startswith("CollectivesDiffer: the ranks called different collectives"), text

@@ -6,9 +6,10 @@ them: what crosses the network doesn't grow with the ranks of a machine.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from cputrain.distributed import native_calls
 from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines import Engine
-from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, died_elsewhere
+from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, died_elsewhere
 from cputrain.distributed.monitor import Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
 from cputrain.distributed.transport import Transport
@@ -34,6 +35,20 @@ class Levels:
     monitor: Monitor
 
 
+def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
+    """Whoever was told of a death by its own machine looks up who it was."""
+
+    @functools.wraps(collective)
+    def run(self: TwoLevelTransport, *arguments: Any, **named: Any) -> _Result:
+        try:
+            return collective(self, *arguments, **named)
+        except PeerDied:
+            self.check_peers()
+            raise
+
+    return run
+
+
 class TwoLevelTransport(Transport):
     def __init__(self, levels: Levels, machines: list[list[int]], rank: int, peers: list[Peer]) -> None:
         self._local, self._between, self._flat = levels.local, levels.between, levels.flat
@@ -48,6 +63,7 @@ class TwoLevelTransport(Transport):
 
     # --- Reductions ----------------------------------------------------------------------------------------------
 
+    @_named
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout)
         self._reduce_everywhere(tensor, reduction, timeout)
@@ -80,6 +96,7 @@ class TwoLevelTransport(Transport):
         self._through(lambda: self._the_between().all_gather(_bytes(results), own, timeout))
         flat.copy_(torch.cat(results))
 
+    @_named
     def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
         self._enter("reduce", tensor.dtype, tensor.nbytes, timeout, root)
         everywhere = tensor.clone()
@@ -87,6 +104,7 @@ class TwoLevelTransport(Transport):
         if self.rank == root:
             tensor.copy_(everywhere)
 
+    @_named
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
         self._enter("reduce_scatter", output.dtype, output.nbytes, timeout)
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
@@ -95,6 +113,7 @@ class TwoLevelTransport(Transport):
 
     # --- Moves ---------------------------------------------------------------------------------------------------
 
+    @_named
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         self._enter("broadcast", tensor.dtype, tensor.nbytes, timeout, root)
         machine, place = self._place[root]
@@ -105,6 +124,7 @@ class TwoLevelTransport(Transport):
         if machine != self._here:
             self._local.broadcast(tensor, 0, timeout)
 
+    @_named
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
         """A machine's tensors lie behind one another on their way."""
         sizes = [output.nbytes for output in outputs]
@@ -123,6 +143,7 @@ class TwoLevelTransport(Transport):
         for r, part in zip(order, everything.split([sizes[r] for r in order]), strict=True):
             _bytes([outputs[r]])[0].copy_(part)
 
+    @_named
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
         self._enter("gather", tensor.dtype, tensor.nbytes, timeout, root)
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -131,6 +152,7 @@ class TwoLevelTransport(Transport):
         sent = [own if r == root else nothing for r in range(self.size)]
         self._through(lambda: self._flat.all_to_all(received, sent, timeout))
 
+    @_named
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
         self._enter("scatter", output.dtype, output.nbytes, timeout, root)
         nothing = torch.empty(0, dtype=torch.uint8)
@@ -138,10 +160,12 @@ class TwoLevelTransport(Transport):
         sent = _bytes(tensors) if self.rank == root else [nothing] * self.size
         self._through(lambda: self._flat.all_to_all(received, sent, timeout))
 
+    @_named
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
         self._enter("all_to_all", outputs[0].dtype, 0, timeout)
         self._through(lambda: self._flat.all_to_all(_bytes(outputs), _bytes(tensors), timeout))
 
+    @_named
     def barrier(self, timeout: float, name: str = "barrier") -> None:
         self._enter(name, "nothing", 0, timeout)
         self._reduce_everywhere(torch.ones(1, dtype=torch.uint8), native_calls.SUM, timeout)
@@ -172,7 +196,7 @@ class TwoLevelTransport(Transport):
     def check_peers(self) -> None:
         """Raises if a rank is known to be gone."""
         if self._monitor.dead >= 0:
-            raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine)
+            raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
 
     def _enter(self, name: str, dtype: object, size: int, timeout: float, root: int = -1) -> None:
         """Every collective begins here: the machines' first ranks compare what they are about to do."""
