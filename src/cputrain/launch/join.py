@@ -112,6 +112,8 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
     if share.communication:
         environ[COMMUNICATION_CPUS] = ",".join(map(str, share.communication))
     if place is None:
+        if environ.get("CCL_WORKER_COUNT"):
+            logger.info("CCL_WORKER_COUNT has no effect: this is one process, which communicates with nobody")
         return
     if place.local_rank == 0:
         for warning in warnings:
