@@ -110,6 +110,17 @@ def test_ranks_end_when_the_launch_is_killed(cluster: Cluster, place: Path) -> N
     assert all(host.is_quiet(20) for host in cluster.hosts)
 
 
+def test_launched_on_each_machine_by_hand(cluster: Cluster, place: Path) -> None:
+    words = ["--num_machines", "2", "--main-process-ip", "10.77.0.1", "--main_process_port", "29611", "-n", "2"]
+    both = [
+        host.popen(*LAUNCH, *words, "--machine_rank", str(number), "sum.py", folder=place)
+        for number, host in enumerate(cluster.hosts)
+    ]
+    answers = [one.communicate(timeout=100) for one in both]
+    assert [one.returncode for one in both] == [0, 0], answers
+    assert [out for out, _ in answers] == ["[0] SUM 3.0 3.0\n", "[1] SUM 3.0 3.0\n"]
+
+
 # --- One sentence ------------------------------------------------------------------------------------------------
 
 
