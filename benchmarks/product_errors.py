@@ -136,10 +136,11 @@ def draw(found: list[Found], path: Path) -> None:
         for index, (name, colour) in enumerate((("int16", "#0a7f6f"), ("bf16", "#c0562f"))):
             values = torch.cat([rows[index] for what, _, _, rows in found if what == product])
             panel.hist(values, bins=bins, weights=torch.full_like(values, 100 / len(values)), color=colour, alpha=0.75)
-            panel.text(values.median().item(), panel.get_ylim()[1] * 0.97, name, color=colour, ha="center", va="top")
+            above = {"transform": panel.get_xaxis_transform(), "ha": "center", "va": "top"}
+            panel.text(values.median().item(), 0.99, name, color=colour, **above)
         panel.set(xscale="log", title=product, xlabel="relative error of a row")
         panel.spines[["top", "right"]].set_visible(False)
-    panels[0].set_ylabel("% of all rows")
+    panels[0].set(ylabel="% of all rows", ylim=(0, panels[0].get_ylim()[1] * 1.12))
     figure.savefig(path, metadata={"Date": None})
 
 
