@@ -15,6 +15,7 @@ from cputrain import memory, native, precision, settings
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
+from cputrain.ops import workspace
 from cputrain.optimizers import clipping, takeover
 
 Padding = Literal["drop", "keep"]
@@ -120,6 +121,7 @@ def restore(model: nn.Module) -> nn.Module:
         takeover.give_back(optimizer)
         del _optimizers[model]
     if not _clipping:  # no other model in this process is optimised
+        workspace.clear()
         memory.release()
     return model
 

@@ -15,6 +15,11 @@ from torch import Tensor
 _buffers = threading.local()
 
 
+def clear() -> None:
+    """Gives this thread's buffers up."""
+    _buffers.__dict__.clear()
+
+
 def floats(name: str, *shape: int) -> Tensor:
     """A float tensor with anything in it; the same memory at the next call of this thread for this name."""
     count = math.prod(shape)
