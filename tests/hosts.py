@@ -151,7 +151,7 @@ class Cluster:
         self._write_keys()
         try:
             switch = self._start(
-                "switch", "ip link add br0 type bridge && ip link set br0 up && echo ready && sleep inf"
+                "switch", "ip link add br0 type bridge && ip link set br0 up && echo ready && exec sleep inf"
             )
             assert switch.stdout and switch.stdout.readline() == "ready\n"
             for number, name in enumerate(self.names):
@@ -171,7 +171,21 @@ class Cluster:
         kinds = (
             ["--net"] if name == "switch" else ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
         )
-        words = ["unshare", *kinds, "bash", "-c", script, "bash", name, str(self._folder), *self._shared]
+        # With this process, too, if it is killed and can't leave the context.
+        words = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            *kinds,
+            "bash",
+            "-c",
+            script,
+            "bash",
+            name,
+            str(self._folder),
+            *self._shared,
+        ]
         starter = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
         self._starters.append(starter)
         return starter
