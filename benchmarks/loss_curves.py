@@ -27,9 +27,10 @@ COLOURS = {"stock": "#d95f02", "cputrain": "#1b6ca8"}
 WIDTH, HEIGHT, MARGIN = 720, 400, 50
 
 
-def train(seeds: list[int], steps: int, threads: int) -> Curves:
+def train(seeds: list[int], steps: int, threads: int, dtype: str) -> Curves:
     """All sides and seeds at once, because nothing is timed here."""
     environments = {name: environment("native", threads, ours=name == "cputrain") for name in NAMES}
+    environments["cputrain"]["CPUTRAIN_DTYPE"] = dtype
     shared = {"steps": steps, "threads": threads, "questions": 1}
     sides = [Side(name, str(SCRIPT), shared | {"seed": seed}, environments[name]) for name in NAMES for seed in seeds]
     curves: Curves = {name: [[] for _ in seeds] for name in NAMES}
@@ -119,9 +120,10 @@ def report(rows: list[dict[str, float]], arguments: argparse.Namespace, image: s
         "seeds": " ".join(map(str, arguments.seeds)),
         "steps": str(arguments.steps),
         "threads": str(arguments.threads),
+        "dtype of optimize": arguments.dtype,
     }
     return (
-        f"# Loss curves of the demo's training: stock and cputrain\n\n"
+        f"# Loss curves of the demo's training: stock and cputrain in {arguments.dtype}\n\n"
         f"    python benchmarks/loss_curves.py {' '.join(sys.argv[1:])}\n\n"
         f"Mean loss over real positions of each {arguments.window} steps, mean over the seeds. *Apart*: the\n"
         "difference of the two means; *spread*: largest less smallest seed of one side, the larger of the two sides.\n"
@@ -138,6 +140,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--window", type=int, default=25, help="steps that are averaged (default 25)")
     parser.add_argument("--threads", type=int, default=1, help="threads of each of the processes (default 1)")
+    parser.add_argument("--dtype", default="fp32", help="of cputrain's side (default fp32); stock is fp32")
     parser.add_argument("--json", action="store_true", help="print the curves as JSON instead of the report")
     parser.add_argument("--report", action="store_true", help="also write report and picture into benchmarks/results")
     arguments = parser.parse_args()
@@ -150,8 +153,9 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> None:
     arguments = parse_arguments()
-    curves = train(arguments.seeds, arguments.steps, arguments.threads)
-    path, image = report_path("loss_curves"), report_path("loss_curves", ".svg")
+    curves = train(arguments.seeds, arguments.steps, arguments.threads, arguments.dtype)
+    name = "loss_curves" if arguments.dtype == "fp32" else f"loss_curves_{arguments.dtype}"
+    path, image = report_path(name), report_path(name, ".svg")
     text = report(compare(curves, arguments.window), arguments, image.name)
     print(json.dumps(curves) if arguments.json else text)
     if arguments.report:

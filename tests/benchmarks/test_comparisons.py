@@ -91,7 +91,7 @@ def test_windows_of_curves_outside_the_spread_are_seen() -> None:
     first, second = loss_curves.compare(curves, width=2)
     assert first["apart"] == pytest.approx(0.0) and first["spread"] == pytest.approx(0.2)
     assert second["apart"] == pytest.approx(0.8) and second["spread"] == pytest.approx(0.4)
-    arguments = SimpleNamespace(window=2, seeds=[1, 2], steps=4, threads=1)
+    arguments = SimpleNamespace(dtype="fp32", window=2, seeds=[1, 2], steps=4, threads=1)
     assert "1 of 2 windows" in loss_curves.report([first, second], arguments, "curves.svg")
     assert loss_curves.picture(curves, 2).count("<polyline") == 4
 

@@ -64,12 +64,32 @@ def test_precision_is_switched_and_restored():
     assert torch.equal(cputrain.restore(model)(**batch).loss, stock)
 
 
-def test_weights_are_packed_anew_after_any_change():
+def _clamp(model):
+    for parameter in model.parameters():
+        parameter.data.clamp_(-0.05, 0.05)  # moves no version counter
+
+
+def _swap_in_averages(model):
+    for parameter in model.parameters():
+        parameter.data = parameter.data * 0.5
+
+
+def _step_of_another_optimizer(model):
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    torch.optim.RMSprop(model.parameters(), lr=0.01).step()
+
+
+def _load(model):
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [_clamp, _swap_in_averages, _step_of_another_optimizer, _load])
+def test_weights_are_packed_anew_after_any_change(change):
     model, batch = tiny("bert")
     cputrain.optimize(model, dtype="int16")
     before = model(**batch).loss
-    for parameter in model.parameters():
-        parameter.data.clamp_(-0.05, 0.05)  # moves no version counter
+    change(model)
     after = model(**batch).loss
     fresh, _ = tiny("bert")
     fresh.load_state_dict(model.state_dict())
