@@ -190,7 +190,7 @@ def test_waiting_burns_no_core(tmp_path) -> None:
 
 def _interrupted(rank: int) -> None:
     if rank == 1:
-        time.sleep(3)
+        time.sleep(25)
         return
     threading.Timer(1, lambda: os.kill(os.getpid(), signal.SIGINT)).start()
     dist.all_reduce(torch.ones(10))
@@ -198,7 +198,7 @@ def _interrupted(rank: int) -> None:
 
 def test_ctrl_c_ends_a_wait(tmp_path) -> None:
     found = said(tmp_path, "interrupted", 2)
-    assert found[0][1].startswith("KeyboardInterrupt") and found[0][0] < 2.5
+    assert found[0][1].startswith("KeyboardInterrupt") and found[0][0] < 20
 
 
 # --- Between machines --------------------------------------------------------------------------------------------
