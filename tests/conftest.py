@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 
 import pytest
 import torch
@@ -41,6 +42,12 @@ def auto_is_fp32(request, monkeypatch):
     if request.node.get_closest_marker("chooses_precision") is None:
         choice = precision.Choice("fp32", "fp32", "auto: fixed for tests")
         monkeypatch.setattr(precision, "automatic", lambda: choice)
+
+
+def pytest_configure() -> None:
+    """A shell that starts us in the background has us ignore Ctrl-C, and all that we start: some tests are about it."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
