@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -144,13 +143,13 @@ def kept_as_float(kept: Tensor) -> Tensor:
     return kept if kept.dtype == torch.float32 else workspace.floats("kept", *kept.shape).copy_(kept)
 
 
-def sampled_error(left: Tensor, right: Tensor, product: Callable[[Tensor, Tensor], Tensor] | None = None):
+def sampled_error(left: Tensor, right: Tensor) -> tuple[float, float]:
     """(error of the int16 product of these vectors, the most that is tolerated), relative to the result's norm."""
     exact = left.double() @ right.double().t()
     size = exact.norm().item()
     if not torch.finfo(torch.float32).tiny < size < float("inf"):
         return 0.0, TOLERATED  # nothing that fp32 would not lose, or infinities that it has too
-    found = (product or matmul.linear_forward)(left.contiguous(), right.contiguous())
+    found = matmul.linear_forward(left.contiguous(), right.contiguous())
     bf16 = left.bfloat16().double() @ right.bfloat16().double().t()
     error, usual = ((y.double() - exact).norm().item() / size for y in (found, bf16))
     return error, max(usual, TOLERATED)

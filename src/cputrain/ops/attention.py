@@ -78,18 +78,17 @@ def attention(
     causal: bool = False,
     p: float = 0.0,
     bias: Tensor | None = None,
-    storage: torch.dtype = torch.float32,
 ) -> Tensor:
     """dropout(softmax(scale · q kᵀ + bias)) v within each sequence.
 
     q is (tokens, heads, size), k and v are (tokens, kv_heads, size): each key/value head serves heads / kv_heads
     query heads. bias broadcasts to (sequences, heads, queries, keys) and may hold -inf; a query all of whose keys are
-    masked so has a zero result and no gradient. What the backward needs is kept as `storage` (float32 or bfloat16).
+    masked so has a zero result and no gradient.
     """
     _check(q, k, v, sequences)
     if bias is not None:
         bias = _four_dimensions(bias, sequences, q.shape[1])
-    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0, storage)
+    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0)
 
 
 def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -187,10 +186,10 @@ def attention_backward(
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key, storage):
+    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key):
         q, k, v, bias = (_unit_stride(x) for x in (q, k, v, bias))
         out, lse = attention_forward(q, k, v, sequences, scale, causal, p, key, bias)
-        ctx.save_for_backward(*(x.to(storage) for x in (q, k, v, out)), lse, bias)
+        ctx.save_for_backward(q, k, v, out, lse, bias)
         ctx.settings = sequences, scale, causal, p, key
         return out
 
@@ -198,12 +197,12 @@ class _Attention(torch.autograd.Function):
     @fp32_backward
     def backward(ctx, grad):
         q, k, v, out, lse, bias = ctx.saved_tensors
-        dq, dk, dv = (torch.empty_like(x, dtype=torch.float32) for x in (q, k, v))
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[3] else None
         sequences, scale, causal, p, key = ctx.settings
         grad = _unit_stride(grad)
         attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
-        return dq, dk, dv, dbias, *[None] * 6
+        return dq, dk, dv, dbias, *[None] * 5
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
