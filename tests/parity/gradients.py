@@ -40,3 +40,17 @@ def assert_as_exact_as_stock(ours: Gradients, stock: Gradients, exact: Gradients
         assert error <= allowed, (
             f"{name}: error {error:.2e}, stock's {allowed / 2:.2e}, gradient {exact[name].norm():.2e}"
         )
+
+
+def distance(a, b):
+    """Of two gradients as a whole, relative to the second."""
+    whole = torch.stack([g.norm() for g in b.values()]).norm()
+    return (torch.stack([(a[name] - b[name]).norm() for name in b]).norm() / whole).item()
+
+
+def in_bf16(model, batch):
+    def loss(m):
+        with torch.autocast("cpu", torch.bfloat16):
+            return m(**batch).loss
+
+    return gradients(copy.deepcopy(model), loss)

@@ -60,3 +60,28 @@ def what_runs(model: nn.Module, name: str) -> str:
     rows = [what for found, _, what in cputrain.explain(model).modules if found == name]
     assert rows, f"{name} is not among {[row[0] for row in cputrain.explain(model).modules]}"
     return " | ".join(rows)
+
+
+def batch(mask=RIGHT):
+    return {
+        "input_ids": ids(mask),
+        "attention_mask": mask,
+        "labels": (ids(mask, seed=1) % 2).masked_fill(mask == 0, -100),
+    }
+
+
+def loss(model):
+    """Token classification, labels of -100 at padding: the same loss with padding and without."""
+    return model(**batch()).loss
+
+
+def token_bert(**settings):
+    return bert(hf.BertForTokenClassification, **settings)
+
+
+FULL = torch.ones(3, 7, dtype=torch.long)
+
+
+def span_batch(mask=FULL, seed=0):
+    start = mask.argmax(1)
+    return {"input_ids": ids(mask, seed), "attention_mask": mask, "start_positions": start, "end_positions": start}

@@ -12,10 +12,8 @@ from torch import nn
 import cputrain
 from cputrain import hardware
 from tests.model_zoo import tiny
-from tests.parity.gradients import gradients
-from tests.parity.small import bert
-from tests.parity.test_int16 import _distance, _in_bf16
-from tests.parity.test_training_loops import span_batch
+from tests.parity.gradients import distance, gradients, in_bf16
+from tests.parity.small import bert, span_batch
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +28,7 @@ def test_error_is_below_that_of_stock_autocast(isa, name, padding):
     exact = gradients(cputrain.optimize(copy.deepcopy(model), dtype="fp32"), lambda m: m(**batch).loss)
     ours = gradients(cputrain.optimize(copy.deepcopy(model), dtype="bf16"), lambda m: m(**batch).loss)
     stock = gradients(copy.deepcopy(model), lambda m: m(**batch).loss)
-    assert _distance(ours, exact) <= _distance(_in_bf16(model, batch), stock)
+    assert distance(ours, exact) <= distance(in_bf16(model, batch), stock)
 
 
 def test_the_forward_is_that_of_fp32():
@@ -133,13 +131,13 @@ class TestOnACpuWithBf16:
     def with_bf16(self, without_bf16, monkeypatch):
         monkeypatch.setattr(hardware, "has_bf16", lambda: True)
 
-    def test_ours_and_the_rest_run_in_bf16(self):
+    def test_ours_and_the_rest_runin_bf16(self):
         model, batch = tiny("bert")
         stock = gradients(copy.deepcopy(model), lambda m: m(**batch).loss)
         cputrain.optimize(model, dtype="bf16")
         assert "multiplies bf16 itself" in str(cputrain.explain(model))
         ours = gradients(model, lambda m: m(**batch).loss)
-        assert 1e-5 < _distance(ours, stock) < 5e-2
+        assert 1e-5 < distance(ours, stock) < 5e-2
         unknown = cputrain.optimize(_Unknown(), dtype="bf16")
         unknown(torch.randn(2, 4, 10))
         assert unknown.autocast and not torch.is_autocast_enabled("cpu")

@@ -14,26 +14,9 @@ import transformers as hf
 import cputrain
 from cputrain.optimizers import clipping
 from tests.model_zoo import NAMES, tiny
-from tests.parity.small import RIGHT, assert_close, bert, gradients_of, ids, pair
+from tests.parity.small import assert_close, batch, gradients_of, loss, pair, token_bert
 
 ATTENTION = "bert.encoder.layer.*.attention.self"
-
-
-def batch(mask=RIGHT):
-    return {
-        "input_ids": ids(mask),
-        "attention_mask": mask,
-        "labels": (ids(mask, seed=1) % 2).masked_fill(mask == 0, -100),
-    }
-
-
-def loss(model):
-    """Token classification, labels of -100 at padding: the same loss with padding and without."""
-    return model(**batch()).loss
-
-
-def token_bert(**settings):
-    return bert(hf.BertForTokenClassification, **settings)
 
 
 def test_modules_may_be_called_by_the_names_of_their_arguments():

@@ -10,26 +10,9 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune
 
 import cputrain
-from tests.parity.small import RIGHT, assert_close, bert, gradients_of, ids, pair, what_runs
+from tests.parity.small import RIGHT, assert_close, batch, bert, gradients_of, ids, loss, pair, token_bert, what_runs
 
 ATTENTION = "bert.encoder.layer.*.attention.self"
-
-
-def batch(mask=RIGHT):
-    return {
-        "input_ids": ids(mask),
-        "attention_mask": mask,
-        "labels": (ids(mask, seed=1) % 2).masked_fill(mask == 0, -100),
-    }
-
-
-def loss(model):
-    """Token classification, labels of -100 at padding: the same loss with padding and without."""
-    return model(**batch()).loss
-
-
-def token_bert(**settings):
-    return bert(hf.BertForTokenClassification, **settings)
 
 
 # ---- hooks ---------------------------------------------------------------------------------------------------------

@@ -9,21 +9,7 @@ import torch
 
 import cputrain
 from tests.model_zoo import tiny
-from tests.parity.gradients import gradients
-
-
-def _distance(a, b):
-    """Of two gradients as a whole, relative to the second."""
-    whole = torch.stack([g.norm() for g in b.values()]).norm()
-    return (torch.stack([(a[name] - b[name]).norm() for name in b]).norm() / whole).item()
-
-
-def _in_bf16(model, batch):
-    def loss(m):
-        with torch.autocast("cpu", torch.bfloat16):
-            return m(**batch).loss
-
-    return gradients(copy.deepcopy(model), loss)
+from tests.parity.gradients import distance, gradients, in_bf16
 
 
 @pytest.mark.parametrize("padding", ["none", "right"])
@@ -37,8 +23,8 @@ def test_error_is_at_most_a_quarter_of_bf16s(isa, name, padding):
     exact = gradients(cputrain.optimize(copy.deepcopy(model)), loss)
     ours = gradients(cputrain.optimize(copy.deepcopy(model), dtype="int16"), loss)
     stock = gradients(copy.deepcopy(model), loss)
-    error = _distance(ours, exact)
-    assert 1e-7 < error <= _distance(_in_bf16(model, batch), stock) / 4
+    error = distance(ours, exact)
+    assert 1e-7 < error <= distance(in_bf16(model, batch), stock) / 4
 
 
 def test_every_product_of_a_layer_is_int16(monkeypatch):

@@ -11,14 +11,7 @@ from torch import nn
 
 import cputrain
 from tests.model_zoo import tiny
-from tests.parity.small import RIGHT, assert_close, bert, gradients_of, ids, pair, what_runs
-
-FULL = torch.ones(3, 7, dtype=torch.long)
-
-
-def span_batch(mask=FULL, seed=0):
-    start = mask.argmax(1)
-    return {"input_ids": ids(mask, seed), "attention_mask": mask, "start_positions": start, "end_positions": start}
+from tests.parity.small import FULL, RIGHT, assert_close, bert, gradients_of, ids, pair, span_batch, what_runs
 
 
 def span_loss(model):
