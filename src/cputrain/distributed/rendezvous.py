@@ -38,6 +38,7 @@ class Machine:
     ranks: list[int]
     memory: mmap.mmap | None = None  # None: alone
     pidfds: list[int] = field(default_factory=list)  # one for each of `ranks`
+    cpus: set[int] = field(default_factory=set)  # that any of `ranks` may run on
 
     def close(self) -> None:
         for descriptor in self.pidfds:
@@ -63,6 +64,7 @@ def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedel
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "socket": listener.getsockname()[1:].decode(),
+            "cpus": sorted(os.sched_getaffinity(0)),
         }
         store.set(f"card/{rank}", json.dumps(card))
         store.wait([f"card/{other}" for other in range(ranks)], timeout)
@@ -75,6 +77,7 @@ def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedel
         leaders = [int(store.get(f"leader/{other}")) for other in range(ranks)]
         machines = _partition(leaders)
         here = Machine(next(machine for machine in machines if rank in machine))
+        here.cpus = {cpu for other in here.ranks for cpu in cards[other]["cpus"]}
         if len(here.ranks) > 1:
             _share(here, rank, listener, connection, time.monotonic() + timeout.total_seconds())
         if connection is not None:

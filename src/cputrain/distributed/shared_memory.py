@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import os
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -25,9 +25,10 @@ _SPIN = 2000
 _ANYWHERE = 1
 
 
-def _spin(ranks: int) -> int:
-    cores = hardware.this_machine().usable_cores.value
-    return _SPIN if ranks <= max(cores, len(os.sched_getaffinity(0))) else 0
+def _spin(machine: Machine) -> int:
+    """How often to look before sleeping. What counts is where all ranks may run: each alone may have but one CPU."""
+    quota = hardware.this_machine().cpu_quota.value
+    return _SPIN if len(machine.ranks) <= min(len(machine.cpus), quota or math.inf) else 0
 
 
 class SharedMemoryTransport(Transport):
@@ -40,7 +41,7 @@ class SharedMemoryTransport(Transport):
         self._machine, self._peers, self.rank, self.size = machine, peers, rank, len(peers)
         self._buffer = ctypes.c_char.from_buffer(machine.memory)
         address = ctypes.addressof(self._buffer)
-        spin = _spin(self.size)
+        spin = _spin(machine)
         self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, spin)
         self._writing = [threading.Lock() for _ in peers]
         self._inboxes = [_Inbox(self, peer) for peer in range(self.size)]
