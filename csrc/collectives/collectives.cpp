@@ -14,7 +14,6 @@ inline int64_t rounds_for(int64_t bytes, int64_t per_round) {
 
 // Up to this size every rank reads everything: one round less is worth more than the reading.
 constexpr int64_t kDirectBytes = 32 * 1024;
-constexpr int64_t kMostRanks = 1024;
 
 struct Reduction {
   int64_t dtype, kind, element;
