@@ -209,6 +209,14 @@ class Cluster:
         _ip("addr", "add", f"{host.address}/24", "dev", "eth0", inside=host.pid)
         _ip("link", "set", "eth0", "up", inside=host.pid)
 
+    def check_quiet(self) -> None:
+        """After a test: nothing runs on any machine, or lies in its shared memory; what does is ended."""
+        for host in self.hosts:
+            quiet, left = host.is_quiet(), host.commands()
+            host.end_all()  # the next test begins with nothing
+            assert quiet, left
+            assert host.run("ls", "/dev/shm").stdout == ""
+
     def take_down(self, host: Host) -> None:
         """Pulls the plug of its network."""
         _ip("link", "set", "eth0", "down", inside=host.pid)

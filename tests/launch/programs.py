@@ -27,10 +27,11 @@ sys.stdout.write(f"SHOWN {json.dumps(found)}\\n")  # in one piece: mpirun mixes 
 """
 SUM = """
 import sys, torch, torch.distributed as dist
-dist.init_process_group("gloo")
+import cputrain.distributed
+dist.init_process_group("ccl")
 numbers = torch.full((1000,), 2.0 ** dist.get_rank())
 dist.all_reduce(numbers)
-sys.stdout.write(f"SUM {numbers.min().item()} {numbers.max().item()}\\n")
+sys.stdout.write(f"SUM {numbers.min().item()} {numbers.max().item()} {dist.group.WORLD.transport.name}\\n")
 dist.destroy_process_group()
 """
 # Rank 1 fails as its argument says; rank 0 would wait, and has a child that would outlive it.

@@ -80,7 +80,7 @@ def test_two_ranks_see_who_they_are(engine: list[str], place: Path, tmp_path: Pa
 def test_two_ranks_compute_together(engine: list[str], place: Path) -> None:
     answer = launch("-n", "2", *engine, "sum.py", folder=place)
     assert answer.returncode == 0, answer.stderr
-    assert sorted(answer.stdout.splitlines()) == ["[0] SUM 3.0 3.0", "[1] SUM 3.0 3.0"]
+    assert sorted(answer.stdout.splitlines()) == ["[0] SUM 3.0 3.0 shm", "[1] SUM 3.0 3.0 shm"]
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -154,7 +154,7 @@ def started(*words: str | Path, place: Path, **environ: str) -> subprocess.Compl
 def test_mpirun_cputrain_run(mpirun: str, place: Path) -> None:
     answer = started(mpirun, "-n", "2", sys.executable, "-m", "cputrain", "run", "sum.py", place=place)
     assert answer.returncode == 0, answer.stderr
-    assert answer.stdout.count("SUM 3.0 3.0") == 2
+    assert answer.stdout.count("SUM 3.0 3.0 shm") == 2
     assert "cputrain: rank 0 of 2: " in answer.stderr and "all ranks are on this machine" in answer.stderr
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from cputrain.distributed import native_calls, rendezvous
-from cputrain.distributed.addresses import own_address
+from cputrain.distributed.addresses import reachable_address
 from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines.gloo import GlooEngine
 from cputrain.distributed.monitor import Monitor
@@ -83,7 +83,8 @@ def _asked() -> str:
 
 
 def _two_levels(store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeout: timedelta) -> TwoLevelTransport:
-    here, machines, address = meeting.here, meeting.machines, own_address()
+    here, machines, size = meeting.here, meeting.machines, len(meeting.peers)
+    address = reachable_address(store, rank, size, timeout)
     local: SharedMemoryTransport | AloneTransport = AloneTransport()
     if here.memory is not None:
         local = SharedMemoryTransport(here, here.ranks.index(rank), meeting.peers)
@@ -93,7 +94,6 @@ def _two_levels(store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeo
         if made:
             made[0].check_peers()
 
-    size = len(meeting.peers)
     flat = GlooEngine(dist.PrefixStore("flat", store), rank, size, address, timeout, watch)
     between = None
     if rank == here.ranks[0]:
