@@ -41,7 +41,7 @@ def auto_is_fp32(request, monkeypatch):
     """Tests that name no precision run in fp32, whatever this CPU is fast at; `chooses_precision` leaves the choice."""
     if request.node.get_closest_marker("chooses_precision") is None:
         choice = precision.Choice("fp32", "fp32", "auto: fixed for tests")
-        monkeypatch.setattr(precision, "automatic", lambda: choice)
+        monkeypatch.setattr(precision, "automatic", lambda measured=True: choice)
 
 
 def pytest_configure() -> None:

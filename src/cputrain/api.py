@@ -74,6 +74,7 @@ def optimize(
     _check(model, optimizer, padding)
     native.kernels()  # a library that doesn't load is reported before anything is touched
     choice = precision.choose(dtype)
+    precision.tell(choice)
 
     _undo_model(model)
     record = Record(choice.dtype, choice.reason, padding, Patches(choice.kind))

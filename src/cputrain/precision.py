@@ -1,13 +1,14 @@
 """Which number format a model computes in: a decision with its reason.
 
 `auto` follows from the instruction sets; a short measurement (product_speed.py) may only veto it. All processes of one
-job compute in what the first of them chose.
+job compute in what the first of them chose, whether or not they have a process group yet.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import os
 from dataclasses import asdict, dataclass
 from functools import cache
 
@@ -20,6 +21,8 @@ logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 _STORE_KEY = "cputrain/precision"
+_AUTO = "auto: "  # begins the reason of a choice that nobody made
+_told: set[str] = set()
 
 
 @dataclass(frozen=True)
@@ -57,8 +60,21 @@ def _bf16() -> Choice:
     return Choice("bf16", "bf16", reason)
 
 
+def tell(choice: Choice) -> None:
+    """Says once what `auto` chose, and why. fp32 surprises nobody."""
+    if choice.reason.startswith(_AUTO) and choice.reason not in _told:
+        _told.add(choice.reason)
+        level = logging.INFO if choice.kind == "fp32" else logging.WARNING
+        logger.log(level, "%s: %s", choice.dtype, choice.reason.removeprefix(_AUTO))
+
+
+def note_told(choice: Choice) -> None:
+    """Somebody has said it in words of their own."""
+    _told.add(choice.reason)
+
+
 @cache
-def automatic() -> Choice:
+def automatic(measured: bool = True) -> Choice:
     """The fastest format on this CPU that is at least as exact as bf16."""
     sets = hardware.this_machine().instruction_sets.value
     slow: list[str] = []
@@ -70,26 +86,46 @@ def automatic() -> Choice:
         lacks = "" if hardware.has_bf16() else " but no bf16"
         candidates.append(("int16", "int16", f"{_cpu()} has {has}{lacks}"))
     for dtype, kind, why in candidates:
+        if not measured:
+            return Choice(dtype, kind, f"{_AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
         speed = product_speed.ratio(kind)
         if speed >= 1:
-            return Choice(dtype, kind, f"auto: {why}; measured {speed:.2f} × fp32")
+            return Choice(dtype, kind, f"{_AUTO}{why}; measured {speed:.2f} × fp32")
         slow.append(f"{dtype} only {speed:.2f} × fp32")
     found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
-    return Choice("fp32", "fp32", f"auto: nothing is faster on {_cpu()}{found}")
+    return Choice("fp32", "fp32", f"{_AUTO}nothing is faster on {_cpu()}{found}")
 
 
 def _agreed() -> Choice:
     """The first rank's answer, asked of the store that all ranks of the job share."""
-    distributed = torch.distributed
-    if not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1:
+    if not torch.distributed.is_available():
         return automatic()
-    store = distributed.distributed_c10d._get_default_store()
-    if distributed.get_rank() == 0:
+    if torch.distributed.is_initialized():
+        rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    else:
+        rank, size = (int(os.environ.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+    if size == 1:
+        return automatic()
+    store = _store()
+    if store is None:
+        return automatic(measured=False)
+    if rank == 0:
         store.set(_STORE_KEY, json.dumps(asdict(automatic())))
     choice = Choice(**json.loads(store.get(_STORE_KEY)))
     if choice.kind == "native_bf16" and not hardware.has_bf16():
-        return Choice("bf16", "bf16", f"auto: rank 0 chose bf16, which {_cpu()} only stores")
+        return Choice("bf16", "bf16", f"{_AUTO}rank 0 chose bf16, which {_cpu()} only stores")
     return choice
+
+
+def _store() -> torch.distributed.Store | None:
+    """The process group's; before there is one, that of torchrun's agent (`cputrain launch` has one, mpirun doesn't)."""
+    distributed = torch.distributed
+    if distributed.is_initialized():
+        return distributed.distributed_c10d._get_default_store()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    agent = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return distributed.PrefixStore(f"cputrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
 
 
 def _cpu() -> str:

@@ -1,7 +1,7 @@
 """How much faster than fp32 a layer's products are in another format on this CPU: measured once, and remembered.
 
-The three products of a linear layer, packing and converting included, against torch's own, interleaved, for at most two
-seconds. Others may be using the machine meanwhile: so it is one thread's best time of each, in pieces that are short
+The three products of a linear layer, packing and converting included, against torch's own, interleaved, for at most one
+second: where a first format is vetoed a second one is measured, and two are what `auto` may take. Others may be using the machine meanwhile: so it is one thread's best time of each, in pieces that are short
 enough to be left alone. What was found is kept in the user's cache folder for this CPU and these versions.
 """
 
@@ -27,7 +27,7 @@ logger = logging.getLogger("cputrain")
 
 # Each product is 0.15 billion multiplications: 4 ms on a core with AVX2, and as deep and wide as in a real layer.
 _TOKENS, _IN, _OUT = 256, 768, 768
-_SECONDS, _ROUNDS = 1.5, 40
+_SECONDS, _ROUNDS = 0.9, 40
 
 
 def ratio(kind: Kind) -> float:

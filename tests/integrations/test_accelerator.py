@@ -144,6 +144,15 @@ def test_what_is_not_recognised_trains_as_stock_with_one_line(caplog) -> None:
     assert caplog.messages.count("Conv1d trains as stock: it has no part that cputrain knows") == 1
 
 
+def test_an_optimizer_that_keeps_its_own_step_is_named_once(caplog) -> None:
+    accelerator, made = Accelerator(cpu=True), parts()
+    for _ in range(2):
+        accelerator.prepare(made["model"], torch.optim.RMSprop(made["model"].parameters()))
+    assert [line for line in caplog.messages if "keeps its own step" in line] == [
+        "RMSprop keeps its own step: only torch.optim's Adam, AdamW, SGD have a fused one"
+    ]
+
+
 def test_loaders_alone_say_nothing(caplog) -> None:
     Accelerator(cpu=True).prepare(DataLoader(DATA))
     assert caplog.messages == []

@@ -30,6 +30,18 @@ def test_the_names_resolve_only_when_asked(name: str) -> None:
     assert python("-m", "cputrain", "run", "-c", f"import {name}").returncode == 0
 
 
+@pytest.mark.parametrize("name", ["oneccl_bindings_for_pytorch", "torch_ccl"])
+def test_the_bindings_bring_their_backend(name: str) -> None:
+    """As scripts on torch-ccl use it: the import is all that they do for it."""
+    code = (
+        f"import torch.distributed as dist, {name}\n"
+        "dist.init_process_group('ccl', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "assert dist.get_backend() == 'ccl'\n"
+    )
+    answer = python("-m", "cputrain", "run", "-c", code)
+    assert answer.returncode == 0, answer.stderr
+
+
 def test_a_real_package_wins(tmp_path: Path) -> None:
     (tmp_path / "torch_ccl.py").write_text("real = True\n")
     (tmp_path / "script.py").write_text("import torch_ccl\nassert torch_ccl.real\n")

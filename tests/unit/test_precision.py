@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 
 import pytest
 import torch
 import torch.multiprocessing
 
+import cputrain
 from cputrain import hardware, precision, product_speed
 from cputrain.hardware import Fact
 
@@ -20,6 +22,7 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     precision.automatic.cache_clear()
     precision._say_once.cache_clear()
+    precision._told.clear()
     yield tmp_path / "cputrain" / "product_speed.json"
     precision.automatic.cache_clear()
     hardware.has_bf16.cache_clear()
@@ -97,6 +100,21 @@ def test_without_a_place_to_remember_it_is_measured_again(monkeypatch):
     assert product_speed.ratio("int16") == 2.0
 
 
+def test_auto_says_once_what_it_chose_and_why(monkeypatch, caplog):
+    _machine(monkeypatch, ["avx2"], int16=1.42)
+    for _ in range(2):
+        cputrain.optimize(torch.nn.Linear(3, 3))
+    assert caplog.messages == ["int16: this CPU (Made Up 9000) has AVX2 but no bf16; measured 1.42 × fp32"]
+    assert caplog.records[0].levelname == "WARNING"  # so that a script that sets up no logging shows it
+
+
+def test_auto_that_chose_fp32_is_no_warning(monkeypatch, caplog):
+    _machine(monkeypatch, ["avx2"], int16=0.9)
+    with caplog.at_level("INFO"):
+        cputrain.optimize(torch.nn.Linear(3, 3))
+    assert [(record.levelname, "int16 only 0.90" in record.message) for record in caplog.records] == [("INFO", True)]
+
+
 @pytest.mark.parametrize("kind", ["int16", "bf16"])
 def test_measurement_is_real_and_ends(kind):
     begin = time.perf_counter()
@@ -115,3 +133,25 @@ def _rank(rank, folder):
 def test_all_ranks_take_the_first_ones_answer(tmp_path):
     torch.multiprocessing.spawn(_rank, (tmp_path,), nprocs=2)
     assert [(tmp_path / name).read_text() for name in "01"] == ["choice of 0"] * 2
+
+
+def _rank_without_a_group(rank, folder, port):
+    os.environ.update(RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", TORCHELASTIC_RESTART_COUNT="1")
+    precision.automatic = lambda: precision.Choice(f"choice of {rank}", "int16", "because")  # type: ignore[assignment]
+    (folder / f"{rank}").write_text(precision.choose("auto").dtype)
+
+
+def test_ranks_that_have_no_group_yet_ask_the_launchers_store(tmp_path):
+    agent = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    torch.multiprocessing.spawn(_rank_without_a_group, (tmp_path, agent.port), nprocs=2)
+    assert [(tmp_path / name).read_text() for name in "01"] == ["choice of 0"] * 2
+
+
+def test_ranks_that_cannot_agree_go_by_the_instruction_sets(monkeypatch):
+    """Under an mpirun, before init_process_group: a measurement could differ between equal machines."""
+    _machine(monkeypatch, ["avx2"], int16=0.9)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    choice = precision.choose("auto")
+    assert choice.dtype == "int16" and "not measured" in choice.reason

@@ -96,7 +96,9 @@ def _optimise(accelerator: Accelerator, objects: Iterable[object]) -> None:
             own = next((optimizer for optimizer in optimizers if _trains(optimizer, model)), None)
             _optimise_model(model, own, accelerator.mixed_precision == "bf16")
     for optimizer in optimizers:  # of models that came earlier, or a second one for the same model
-        takeover.take_over(optimizer)
+        result = takeover.take_over(optimizer)
+        if not result.taken:
+            say_once(result.reason)
 
 
 def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -> None:

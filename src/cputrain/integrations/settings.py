@@ -51,6 +51,7 @@ def precision(script_asks_for_bf16: bool) -> str:
         say_once(f"{choice.dtype} runs: {DTYPE}={asked} ({choice.reason})")
     elif script_asks_for_bf16:
         say_once(f"the script asks for bf16, {choice.dtype} runs ({choice.reason})")
+    precision.note_told(choice)
     return dtype
 
 

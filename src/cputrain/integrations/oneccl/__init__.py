@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import cputrain.distributed  # noqa: F401 - as with the real package, the import registers the backend `ccl`
+
 __all__ = ["cwd"]
 
 # The guides' `source $(… print(cwd))/env/setvars.sh` finds MPI through it.
