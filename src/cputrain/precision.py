@@ -118,7 +118,7 @@ def _agreed() -> Choice:
 
 
 def _store() -> torch.distributed.Store | None:
-    """The process group's; before there is one, that of torchrun's agent (`cputrain launch` has one, mpirun doesn't)."""
+    """The process group's; before there is one, that of torchrun's agent: `cputrain launch` has one, mpirun not."""
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()

@@ -1,8 +1,9 @@
 """How much faster than fp32 a layer's products are in another format on this CPU: measured once, and remembered.
 
 The three products of a linear layer, packing and converting included, against torch's own, interleaved, for at most one
-second: where a first format is vetoed a second one is measured, and two are what `auto` may take. Others may be using the machine meanwhile: so it is one thread's best time of each, in pieces that are short
-enough to be left alone. What was found is kept in the user's cache folder for this CPU and these versions.
+second: where a first format is vetoed a second one is measured, and two seconds are what `auto` may take. Others may be
+using the machine meanwhile: so it is one thread's best time of each, in pieces that are short enough to be left alone.
+What was found is kept in the user's cache folder for this CPU and these versions.
 """
 
 from __future__ import annotations
