@@ -73,8 +73,12 @@ def _obstacle() -> str:
         return f"only glibc's allocator is known to cputrain, this is {sys.platform}"
     if platform.libc_ver()[0] != "glibc":
         return "the C library isn't glibc"
-    if _home_of("malloc") != _home_of("gnu_get_libc_version"):
-        return f"another allocator serves this process ({_home_of('malloc')})"
+    glibc = _home_of("gnu_get_libc_version")
+    # An executable with fixed addresses, as Debian's python3, shows its own entry for malloc, wherever it leads. What it
+    # doesn't call itself has no such entry, and every allocator that serves a whole process brings this function.
+    for function, homes in (("malloc", (glibc, _home_of("Py_Initialize"))), ("malloc_usable_size", (glibc,))):
+        if _home_of(function) not in homes:
+            return f"another allocator serves this process ({_home_of(function)})"
     return ""
 
 

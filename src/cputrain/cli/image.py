@@ -21,6 +21,7 @@ def image(
     package: Annotated[
         str | None, typer.Option("--cputrain", help="A wheel in the folder, or a requirement; else this version.")
     ] = None,
+    user: Annotated[int, typer.Option("--user", help="The number of the user that pods run as, not 0.")] = 1000,
     folder: Annotated[Path, typer.Option("--folder", help="Where the files are written and the build runs.")] = Path(),
     build: Annotated[bool, typer.Option("--build", help="Build with docker, podman or buildah.")] = False,
 ) -> None:
@@ -35,6 +36,7 @@ def image(
         requirements=requirements,
         script=script,
         mpi=mpi,
+        user=user,
     )
     if torch_index is not None and ("://" not in torch_index or not torch_index.isprintable() or " " in torch_index):
         raise ValueError(f"--torch-index must be a URL, found {torch_index!r}.")
@@ -42,7 +44,7 @@ def image(
         raise ValueError(f"{folder} is no folder.")
     builder = cluster.find_builder()
     if build and builder is None:
-        raise ValueError(f"none of {', '.join(cluster.BUILDERS)} is on the PATH: take the Dockerfile elsewhere.")
+        raise ValueError(f"none of {', '.join(cluster.BUILDERS)} works here: build without --build where one does.")
     written = cluster.write(chosen, folder)
     making, pushing = cluster.commands(chosen, folder, builder or "docker", torch_index)
     print(f"Written: {' and '.join(map(str, written))}.")

@@ -69,6 +69,8 @@ def dockerfile(image: Image) -> str:
     lines = [
         "# Made by `cputrain image`.",
         f"FROM {image.base}",
+        "# The base may be an image of this kind, which runs as its own user.",
+        "USER root",
         "",
         "# tcmalloc" + (", MPI and ssh, which an MPIJob needs" if image.mpi else ""),
         "RUN apt-get update \\",
@@ -78,15 +80,17 @@ def dockerfile(image: Image) -> str:
         "",
         "# The index of CPU builds, if pip's own has builds for CUDA. Those take gigabytes and compute nothing here.",
         'ARG TORCH_INDEX=""',
-        'RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch \\',
-        " && python -c \"import sys, torch; sys.exit('this torch is built for CUDA: give --build-arg TORCH_INDEX=URL "
-        "of CPU builds' if torch.version.cuda else 0)\"",
+        'RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch',
         "",
         *_cputrain(image),
         "",
         *_users_files(image),
+        "# After all that pip installed: requirements may have brought another torch.",
+        "RUN python -c \"import sys, torch; sys.exit('this torch is built for CUDA: give --build-arg TORCH_INDEX=URL "
+        "of CPU builds' if torch.version.cuda else 0)\"",
+        "",
         "# A number, because Kubernetes can't tell whether a name is root; sshd wants it to have a name, too.",
-        f"RUN useradd --uid {image.user} --create-home --shell /bin/bash job",
+        f"RUN getent passwd {image.user} || useradd --uid {image.user} --create-home --shell /bin/bash job",
         f"USER {image.user}",
         "",
     ]
@@ -130,7 +134,13 @@ def commands(image: Image, folder: Path, builder: str, torch_index: str | None) 
 
 
 def find_builder() -> str | None:
-    return next((name for name in BUILDERS if shutil.which(name)), None)
+    """The first that works here: docker's client is often installed where no engine answers it."""
+    return next((name for name in BUILDERS if shutil.which(name) and _answers(name)), None)
+
+
+def _answers(builder: str) -> bool:
+    quiet = subprocess.DEVNULL
+    return not subprocess.run([builder, "info"], stdin=quiet, stdout=quiet, stderr=quiet, check=False).returncode
 
 
 def write(image: Image, folder: Path) -> list[Path]:
