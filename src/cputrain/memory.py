@@ -74,8 +74,8 @@ def _obstacle() -> str:
     if platform.libc_ver()[0] != "glibc":
         return "the C library isn't glibc"
     glibc = _home_of("gnu_get_libc_version")
-    # An executable with fixed addresses, as Debian's python3, shows its own entry for malloc, wherever it leads. What it
-    # doesn't call itself has no such entry, and every allocator that serves a whole process brings this function.
+    # An executable with fixed addresses, as Debian's python3, shows its own entry for malloc, wherever it leads. There
+    # is none for what it doesn't call, and every allocator that serves a whole process brings malloc_usable_size.
     for function, homes in (("malloc", (glibc, _home_of("Py_Initialize"))), ("malloc_usable_size", (glibc,))):
         if _home_of(function) not in homes:
             return f"another allocator serves this process ({_home_of(function)})"

@@ -179,6 +179,40 @@ def test_submit_waits_for_the_end(here: Here) -> None:
     assert "state: Succeeded" in answer.stdout
 
 
+def test_submit_of_a_script(here: Here) -> None:
+    """What `render` would write, checked, shown and created; the same name twice is refused."""
+    (here.folder / "run.py").write_text("print(1)\n")
+    options = ["--image", "x:1", "--workers", "2", "--embed-script", "--pvc", "data", "--create-pvc", "1Gi"]
+    words = ["submit", *options, "--", "run.py", "--wait", "$(HOME)", "it's"]
+    answer = here.cputrain(*words)
+    assert answer.returncode == 0, answer.stderr
+    shown = "To be created: PersistentVolumeClaim data, ConfigMap run-script, PyTorchJob run"
+    assert answer.stdout.splitlines()[0] == shown
+    [found] = here.cluster.kinds("pytorchjobs")
+    [container] = found["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
+    assert container["args"][-3:] == ["--wait", "$$(HOME)", "it's"]
+    before = dict(here.cluster.objects)
+    assert "ConfigMap run-script exists already: delete it" in here.refused(*words)
+    assert here.cluster.objects == before
+
+
+@pytest.mark.parametrize("here", kubectls()[-1:], indirect=True, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--", "run.py"], "--image is missing"),
+        (["--image", "x:1", "run.py"], "--image is for a job that is made here: give -- SCRIPT"),
+        (["--image", "x:1", "--memory", "128GB", "--", "run.py"], "128GB"),
+        (["--image", "x:1", "--name", "A_b", "--", "run.py"], "'A_b'"),
+        (["--image", "x:1", "--env", "HF_TOKEN=hf_abcdefghijklmnopqrstuvwxyzabcdef", "--", "run.py"], "HF_TOKEN"),
+        (["run.py"], "run.py can't be read"),
+    ],
+)
+def test_a_wrong_submit_never_reaches_the_cluster(here: Here, words: list[str], said: str) -> None:
+    assert said in here.refused("submit", *words)
+    assert here.cluster.requests == []
+
+
 # --- no cluster --------------------------------------------------------------------------------------------------
 
 

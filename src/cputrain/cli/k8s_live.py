@@ -11,8 +11,11 @@ from types import FrameType
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
+from cputrain.cli.job_options import JobOptions, option
 from cputrain.cli.k8s import app, text_of
+from cputrain.cli.option_fields import with_fields
 
 Name = Annotated[str, typer.Argument(help="The job's name.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace; else kubectl's.")]
@@ -21,23 +24,54 @@ _PAUSE = 2.0  # seconds between two looks
 _PATIENCE = 30  # looks in a row that may fail: a minute of a connection that drops
 
 
-@app.command()
+class _FilesOrScript(TyperCommand):
+    """Remembers whether `--` was given: then the words are a script and its arguments."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        ctx.meta["script"] = "--" in args
+        return super().parse_args(ctx, args)
+
+
+@app.command(cls=_FilesOrScript)
+@with_fields
 def submit(
-    files: Annotated[list[Path], typer.Argument(help="Manifests; - is standard input.")],
-    wait: Annotated[bool, typer.Option("--wait", help="Follow the job until it ends.")] = False,
-    namespace: Namespace = None,
-    context: Context = None,
+    ctx: typer.Context,
+    options: JobOptions,
+    words: Annotated[list[str], typer.Argument(help="Manifests (- is standard input), or -- SCRIPT ARGUMENTS.")],
+    wait: Annotated[bool, option("Follow the job until it ends.", "--wait", panel="Output")] = False,
 ) -> None:
-    """Check manifests, show what will be created, and create it: all of it or nothing."""
+    """Check manifests, show what will be created, and create it: all of it or nothing.
+
+    With `-- SCRIPT ARGUMENTS` the manifests are those that `render` would write, with the same options.
+    """
     from cputrain.cluster import submission
 
-    documents = submission.documents_of({str(file): text_of(file) for file in files})
+    kubectl = _kubectl(options.context, options.namespace)
+    texts = _rendered(options, words) if ctx.meta["script"] else _read(ctx, words)
+    documents = submission.documents_of(texts)
     print("To be created:", ", ".join(map(submission.called, documents)), flush=True)
-    submission.submit(_kubectl(context, namespace), documents, print)
+    submission.submit(kubectl, documents, print)
     jobs = [document for document in documents if document["kind"] in ("PyTorchJob", "TrainJob", "MPIJob")]
     if wait and jobs:
         name, within = jobs[0]["metadata"]["name"], jobs[0]["metadata"].get("namespace")
-        raise typer.Exit(_follow(_kubectl(context, namespace or within), name))
+        raise typer.Exit(_follow(_kubectl(options.context, options.namespace or within), name))
+
+
+def _rendered(options: JobOptions, words: list[str]) -> dict[str, str]:
+    from cputrain.cluster import manifests
+
+    job = options.job(words[0], words[1:])
+    volume = {"the volume": manifests.volume_text(job)} if job.volume and job.volume.size else {}
+    return {"the job": manifests.job_text(job), **volume}
+
+
+def _read(ctx: typer.Context, words: list[str]) -> dict[str, str]:
+    """Files; options that would describe a job can't change them."""
+    for parameter in ctx.command.params:
+        source = ctx.get_parameter_source(parameter.name or "")
+        if source and source.name == "COMMANDLINE" and parameter.name not in ("words", "wait", "namespace", "context"):
+            raise ValueError(f"{parameter.opts[0]} is for a job that is made here: give -- SCRIPT ARGUMENTS after it.")
+    return {word: text_of(Path(word)) for word in words}
 
 
 @app.command()

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from cputrain.cli.option_fields import with_fields
 
 app = typer.Typer(
     help="Train on a Slurm cluster: write the batch script, submit it.",
@@ -14,58 +17,54 @@ app = typer.Typer(
 )
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
-def render(
-    script: Annotated[str, typer.Argument(help="The script, as the nodes see it.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    name: Annotated[str | None, typer.Option("--name", help="The job's name; else the script's.")] = None,
-    nodes: Annotated[int, typer.Option("--nodes", "-N", help="Nodes.")] = 1,
-    cpus: Annotated[int, typer.Option("--cpus", help="CPUs of each node.")] = 4,
+@dataclass(frozen=True)
+class SlurmOptions:
+    """Options as they were given, under the names that SlurmJob has for them."""
+
+    name: Annotated[str | None, typer.Option("--name", help="The job's name; else the script's.")] = None
+    nodes: Annotated[int, typer.Option("--nodes", "-N", help="Nodes.")] = 1
+    cpus: Annotated[int, typer.Option("--cpus", help="CPUs of each node.")] = 4
     tasks: Annotated[
         int | None, typer.Option("--tasks-per-node", help="Processes of a node; else one for every 64 CPUs.")
-    ] = None,
-    threads: Annotated[int | None, typer.Option("--threads", help="Threads of a process; else its share.")] = None,
+    ] = None
+    threads: Annotated[int | None, typer.Option("--threads", help="Threads of a process; else its share.")] = None
     communication: Annotated[
         int | None, typer.Option("--cores-for-communication", help="Cores of a process for communication.")
-    ] = None,
-    memory: Annotated[str | None, typer.Option("--memory", help="Memory of each node, e.g. 64G.")] = None,
-    time: Annotated[str | None, typer.Option("--time", "-t", help="The limit, e.g. 12:00:00.")] = None,
-    partition: Annotated[str | None, typer.Option("--partition", "-p", help="The partition.")] = None,
-    account: Annotated[str | None, typer.Option("--account", "-A", help="The account.")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable.")] = None,
+    ] = None
+    memory: Annotated[str | None, typer.Option("--memory", help="Memory of each node, e.g. 64G.")] = None
+    time: Annotated[str | None, typer.Option("--time", "-t", help="The limit, e.g. 12:00:00.")] = None
+    partition: Annotated[str | None, typer.Option("--partition", "-p", help="The partition.")] = None
+    account: Annotated[str | None, typer.Option("--account", "-A", help="The account.")] = None
+    environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable.")] = None
     activate: Annotated[
         str | None, typer.Option("--activate", metavar="FOLDER", help="A virtual environment to run in.")
-    ] = None,
+    ] = None
     requeue: Annotated[
         bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when a node fails or time is up.")
-    ] = True,
+    ] = True
     resume: Annotated[
         list[str] | None, typer.Option("--resume-argument", help="A word for the script when the job comes back.")
-    ] = None,
+    ] = None
+
+
+@app.command(context_settings={"allow_interspersed_args": False})
+@with_fields
+def render(
+    script: Annotated[str, typer.Argument(help="The script, as the nodes see it.")],
+    options: SlurmOptions,
+    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there, not to standard output.")] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
-    from cputrain.cluster import options
+    from cputrain.cluster import options as texts
     from cputrain.cluster import slurm as cluster
 
-    job = cluster.SlurmJob(
-        name=options.name_of(script) if name is None else name,
-        script=script,
-        arguments=tuple(arguments or ()),
-        nodes=nodes,
-        cpus=cpus,
-        tasks=tasks,
-        threads=threads,
-        communication=communication,
-        memory=memory,
-        time=time,
-        partition=partition,
-        account=account,
-        environment=options.assignments(env or (), "--env"),
-        activate=activate,
-        requeue=requeue,
-        resume=tuple(resume or ()),
-    )
+    made = {
+        "name": texts.name_of(script) if options.name is None else options.name,
+        "environment": texts.assignments(options.environment or (), "--env"),
+        "resume": tuple(options.resume or ()),
+    }
+    job = cluster.SlurmJob(script=script, arguments=tuple(arguments or ()), **{**vars(options), **made})
     text = cluster.to_text(job)
     if out is None:
         print(text, end="")

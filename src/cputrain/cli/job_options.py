@@ -1,0 +1,181 @@
+"""What `k8s render` and `k8s submit` can be told about a job, and the Job that it makes."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from cputrain.cluster.job import Job, Volume
+
+_WHAT = "What to train"
+_SIZE = "How much of the cluster"
+_DATA = "Data and variables"
+_PLACE = "Where pods run"
+
+
+def option(text: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=True)
+
+
+@dataclass(frozen=True)
+class JobOptions:
+    """Options as they were given. Those that a Job has under the same name are passed on as they are."""
+
+    image: Annotated[str, option("The image; `cputrain image` makes one.", "--image", panel=_WHAT)] = ""
+    name: Annotated[str | None, option("The job's name; else the script's.", "--name", panel=_WHAT)] = None
+    kind: Annotated[
+        str, option("pytorchjob, trainjob, mpijob, or auto: what the cluster has.", "--kind", panel=_WHAT)
+    ] = "pytorchjob"
+    embed: Annotated[
+        bool,
+        option(
+            "Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.",
+            "--embed-script",
+            panel=_WHAT,
+        ),
+    ] = False
+    config: Annotated[
+        Path | None, option("A file of `cputrain config`; options win over it.", "--config-file", panel=_WHAT)
+    ] = None
+    workers: Annotated[int | None, option("Pods.", "--workers", panel=_SIZE)] = None
+    elastic: Annotated[
+        str | None, option("Fewest and most pods, of a pytorchjob.", "--elastic", panel=_SIZE, metavar="LEAST:MOST")
+    ] = None
+    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus", panel=_SIZE)] = "4"
+    memory: Annotated[str, option("Memory of a pod.", "--memory", panel=_SIZE)] = "16Gi"
+    shared_memory: Annotated[
+        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm", panel=_SIZE)
+    ] = None
+    processes: Annotated[
+        int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes", panel=_SIZE)
+    ] = None
+    threads: Annotated[
+        int | None, option("Threads of a process; else its share of the CPUs.", "--threads", panel=_SIZE)
+    ] = None
+    communication: Annotated[
+        int | None,
+        option(
+            "Cores of a process for communication; else 1 of 8 or more, with several pods.",
+            "--cores-for-communication",
+            panel=_SIZE,
+        ),
+    ] = None
+    max_restarts: Annotated[
+        int, option("How often workers may start anew together.", "--max-restarts", panel=_SIZE)
+    ] = 3
+    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit", panel=_SIZE)] = 3
+    mpi: Annotated[str, option("openmpi, intel or mpich, of an mpijob.", "--mpi", panel=_SIZE)] = "openmpi"
+    pvc: Annotated[
+        str | None, option("The volume claim for data, caches and the trained model.", "--pvc", panel=_DATA)
+    ] = None
+    mount: Annotated[str, option("Where pods see it.", "--mount", panel=_DATA)] = "/data"
+    create_pvc: Annotated[
+        str | None,
+        option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", panel=_DATA, metavar="SIZE"),
+    ] = None
+    storage_class: Annotated[str | None, option("Its storage class.", "--storage-class", panel=_DATA)] = None
+    env: Annotated[list[str] | None, option("A variable.", "--env", panel=_DATA, metavar="NAME=VALUE")] = None
+    secret_env: Annotated[
+        list[str] | None,
+        option("A variable out of a Secret.", "--secret-env", panel=_DATA, metavar="NAME=SECRET/KEY"),
+    ] = None
+    preload: Annotated[
+        list[str] | None, option("A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", panel=_DATA)
+    ] = None
+    log_level: Annotated[str, option("LOGLEVEL of torch's agent.", "--log-level", panel=_DATA)] = "INFO"
+    namespace: Annotated[str | None, option("The namespace.", "--namespace", "-n", panel=_PLACE)] = None
+    context: Annotated[str | None, option("kubectl's context, for --kind auto.", "--context", panel=_PLACE)] = None
+    node_selector: Annotated[
+        list[str] | None, option("Only nodes with this label.", "--node-selector", panel=_PLACE, metavar="KEY=VALUE")
+    ] = None
+    toleration: Annotated[
+        list[str] | None,
+        option("A taint that doesn't keep pods away.", "--toleration", panel=_PLACE, metavar="KEY[=VALUE][:EFFECT]"),
+    ] = None
+    priority_class: Annotated[str | None, option("The priority class.", "--priority-class", panel=_PLACE)] = None
+    service_account: Annotated[str | None, option("The service account.", "--service-account", panel=_PLACE)] = None
+    pull_secrets: Annotated[list[str] | None, option("An image pull secret.", "--pull-secret", panel=_PLACE)] = None
+    pull_policy: Annotated[str, option("Always, IfNotPresent or Never.", "--pull-policy", panel=_PLACE)] = (
+        "IfNotPresent"
+    )
+    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user", panel=_PLACE)] = 1000
+
+    def job(self, script: str, arguments: list[str]) -> Job:
+        """The checked job; with `--kind auto` the cluster is asked."""
+        from uuid import uuid4
+
+        from cputrain.cluster import options
+        from cputrain.cluster.job import Job
+
+        if not self.image:
+            raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
+        bounds = options.least_and_most(self.elastic) if self.elastic else None
+        said = _configured(self.config, bounds is not None)
+        same = {name: value for name, value in vars(self).items() if name in Job.__dataclass_fields__}
+        made = {
+            "name": options.name_of(script) if self.name is None else self.name,
+            "kind": self._chosen_kind(bounds is not None),
+            "workers": self.workers if self.workers is not None else bounds[1] if bounds else said.get("workers", 1),
+            "elastic": bounds,
+            "processes": self.processes if self.processes is not None else said.get("processes"),
+            "volume": self._volume(),
+            "environment": (*said.get("environment", ()), *options.assignments(self.env or (), "--env")),
+            "secrets": options.secrets(self.secret_env or ()),
+            "preload": tuple(self.preload or ()),
+            "launch_options": said.get("launch_options", ()),
+            "pull_secrets": tuple(self.pull_secrets or ()),
+            "node_selector": options.assignments(self.node_selector or (), "--node-selector"),
+            "tolerations": options.tolerations(self.toleration or ()),
+            "script_text": _script_text(script) if self.embed else None,
+            "rendezvous": uuid4().hex[:8],
+        }
+        return Job(script=script, arguments=tuple(arguments), **{**same, **made})
+
+    def _chosen_kind(self, elastic: bool) -> str:
+        from cputrain.cluster import kubectl
+
+        if self.kind != "auto":
+            return self.kind
+        kind, reason = kubectl.training_kind(kubectl.Kubectl(self.context, self.namespace), elastic)
+        print(f"cputrain: --kind {kind}: {reason}", file=sys.stderr)
+        return kind
+
+    def _volume(self) -> Volume | None:
+        from cputrain.cluster.job import Volume
+
+        if self.pvc is None:
+            if self.create_pvc or self.storage_class:
+                raise ValueError("--create-pvc and --storage-class need the claim's name: give --pvc NAME.")
+            return None
+        if self.storage_class and not self.create_pvc:
+            raise ValueError("--storage-class is for a claim that is made: give --create-pvc SIZE, too.")
+        return Volume(self.pvc, self.mount, self.create_pvc, self.storage_class)
+
+
+def _configured(path: Path | None, elastic: bool) -> dict[str, Any]:
+    """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
+    from cputrain.launch import config_file
+
+    if path is None:
+        return {}
+    config = config_file.read(path)
+    found: dict[str, Any] = {
+        "workers": config.num_machines,
+        "processes": config.num_processes // config.num_machines,
+    }
+    if elastic:  # torchrun knows no such options: the variables that launch would set
+        variables = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "CPUTRAIN_IPEX": str(config.ipex).lower()}
+        return {**found, "environment": tuple(variables.items())}
+    words = ["--mixed_precision", config.mixed_precision] if config.mixed_precision != "no" else []
+    return {**found, "launch_options": (*words, *(() if config.ipex else ("--no-ipex",)))}
+
+
+def _script_text(script: str) -> str:
+    from cputrain.cluster.manifest_reader import read_text
+
+    return read_text(Path(script))
