@@ -211,10 +211,20 @@ def test_a_trainjob(tmp_path: Path) -> None:
         assert codes == [0, 0]
 
 
+# What the operator puts into the Launcher's environment, and how it writes the number of ranks in the hostfile.
+MPIS = {
+    "openmpi": ({"OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}, " slots="),
+    "intel": ({"I_MPI_HYDRA_HOST_FILE": "/etc/mpi/hostfile", "I_MPI_PERHOST": "1"}, ":"),
+    "mpich": ({"HYDRA_HOST_FILE": "/etc/mpi/hostfile"}, ":"),
+}
+
+
 @pytest.mark.needs_program("sshd", "openssh-server")
-@pytest.mark.needs_program("mpirun", "openmpi-bin")
-def test_an_mpijob(tmp_path: Path) -> None:
-    documents = list(map(plain, manifests.of_job(job_of("mpijob"))))
+@pytest.mark.needs_program("mpirun.openmpi", "openmpi-bin")
+@pytest.mark.needs_program("mpirun.mpich", "mpich")
+@pytest.mark.parametrize("mpi", MPIS)
+def test_an_mpijob(tmp_path: Path, mpi: str) -> None:
+    documents = list(map(plain, manifests.of_job(job_of("mpijob", mpi=mpi))))
     write_maps(tmp_path, documents)
     spec = documents[-1]["spec"]
     templates = kubelet.pods(documents)
@@ -224,7 +234,8 @@ def test_an_mpijob(tmp_path: Path) -> None:
     public = key.with_suffix(".pub").read_text()
     secret = {"id_rsa": key.read_text(), "id_rsa.pub": public, "authorized_keys": public}
     workers = {f"qa-worker-{number}": [f"qa-worker-{number}.qa.default.svc"] for number in range(2)}
-    lines = [f"{names[0]} slots={spec['slotsPerWorker']}" for names in workers.values()]
+    variables, ranks = MPIS[mpi]
+    lines = [f"{names[0]}{ranks}{spec['slotsPerWorker']}" for names in workers.values()]
     names = {**workers, "qa-launcher": []}
     with Pods(tmp_path) as pods:
         for name in workers:
@@ -235,8 +246,9 @@ def test_an_mpijob(tmp_path: Path) -> None:
         container = templates["Launcher"]["spec"]["containers"][0]
         files = {spec["sshAuthMountPath"]: secret, "/etc/mpi": {"hostfile": "\n".join(lines) + "\n"}}
         launcher = pods.add(names, "qa-launcher", templates["Launcher"], container, files)
-        operators = {"K_MPI_JOB_ROLE": "launcher", "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile"}
-        environment = kubelet.environment(container, operators, {})
+        environment = kubelet.environment(container, {"K_MPI_JOB_ROLE": "launcher", **variables}, {})
         code = launcher.start(environment, pods.programs, tmp_path / "qa-launcher.log").wait(timeout=240)
         assert_trained(tmp_path, pods, list(workers))
         assert code == 0
+        log = (tmp_path / "qa-launcher.log").read_text()
+        assert "they meet at qa-worker-0.qa.default.svc, port 29500: MASTER_ADDR" in log

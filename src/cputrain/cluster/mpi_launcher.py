@@ -19,7 +19,9 @@ from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
 HOSTFILE = "/etc/mpi/hostfile"
 _LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*)(?:\s+slots=(\d+)|:(\d+))?")
 # What programs on the workers need to be found, where the image sets it.
-_IMAGES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG")
+_IMAGES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "I_MPI_ROOT")
+# Intel MPI as pip installs it, beside this Python. Its mpirun is a script that takes any mpiexec.hydra of the PATH.
+_INTEL = Path(sys.prefix, "bin", "mpiexec.hydra")
 
 
 def hosts(text: str) -> list[tuple[str, int]]:
@@ -47,7 +49,7 @@ def mpirun(
     mpi: str, hostfile: str, workers: list[tuple[str, int]], forward: list[str], command: list[str]
 ) -> list[str]:
     # Debian names them so that both can be installed.
-    program = shutil.which(f"mpirun.{mpi}") or "mpirun"
+    program = (str(_INTEL) if mpi == "intel" and _INTEL.exists() else shutil.which(f"mpirun.{mpi}")) or "mpirun"
     ranks, slots = str(sum(slots for _, slots in workers)), str(workers[0][1])
     if mpi == "openmpi":
         # Open MPI binds each of one or two ranks to a single core by itself; `cputrain launch` places them better.
@@ -62,10 +64,20 @@ def environment(mpi: str, inherited: Mapping[str, str], configuration: str, mast
     ssh = f"-F {configuration}"
     added = {
         "openmpi": {"OMPI_MCA_plm_rsh_args": ssh, "PRTE_MCA_plm_ssh_args": ssh},
-        "intel": {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh, "I_MPI_PIN": "0"},
+        "intel": {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh, "I_MPI_PIN": "0", **_where_intel_is(inherited)},
         "mpich": {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh},
     }[mpi]
-    return {"MASTER_PORT": "29500", **inherited, **added, "MASTER_ADDR": master}
+    others = {"MASTER_PORT": "29500", **inherited, "MASTER_ADDR": master}
+    # Last what no rank needs: MPICH 4.0's hydra doesn't forward the last variable of its environment.
+    return {**{name: value for name, value in others.items() if name not in added}, **added}
+
+
+def _where_intel_is(inherited: Mapping[str, str]) -> dict[str, str]:
+    """pip's package has no script that would say so."""
+    if not _INTEL.exists():
+        return {}
+    libraries = [str(Path(sys.prefix, "lib")), inherited.get("LD_LIBRARY_PATH", "")]
+    return {"I_MPI_ROOT": sys.prefix, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
 
 
 def main(words: list[str]) -> None:
