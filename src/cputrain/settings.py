@@ -1,4 +1,4 @@
-"""What the environment asks of `optimize`, which wins over the script. `cputrain run --dtype …` writes it there."""
+"""What the environment asks of a training, which wins over the script. `cputrain run --dtype …` writes it there."""
 
 from __future__ import annotations
 
@@ -12,6 +12,9 @@ if TYPE_CHECKING:
 
 DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
 PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
+# How gradients travel between ranks, and whether the samples of a global batch are dealt to the ranks by length.
+GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
+BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
 
 logger = logging.getLogger("cputrain")
 

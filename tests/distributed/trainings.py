@@ -1,20 +1,14 @@
-"""Trainings on two ranks, each compared with one process and the same global batch. Each case runs on both ranks."""
+"""torch's own ways to train on several ranks, each compared with one process and the same global batch."""
 
 from __future__ import annotations
 
-import copy
-import os
-import tempfile
 from contextlib import nullcontext
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from tests.integrations import tiny
-
-STEPS, BATCH = 4, 4  # of all ranks together
+STEPS, BATCH = 4, 24  # of all ranks together: 1, 2, 3, 4 and 8 get the same number each
 
 
 def _model() -> nn.Module:
@@ -53,11 +47,6 @@ def _compare(found: dict[str, Tensor], expected: nn.Module, tolerance: float = 1
         torch.testing.assert_close(found[name], value, rtol=tolerance, atol=tolerance)
 
 
-def _as_launched(rank: int, size: int) -> None:
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size, "OMP_NUM_THREADS": 1}
-    os.environ.update({name: str(value) for name, value in ranks.items()})
-
-
 def case_ddp(rank, size):
     model = _model()
     _train(DistributedDataParallel(model), torch.optim.AdamW(model.parameters(), lr=1e-2), rank, size)
@@ -81,7 +70,24 @@ def case_ddp_with_bf16_gradients(rank, size):
     expected = _model()
     _train(DistributedDataParallel(expected), torch.optim.SGD(expected.parameters(), lr=1e-2), rank, size)
     _compare(model.state_dict(), expected, tolerance=1e-3)
-    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+    if size > 1:
+        assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), expected.parameters(), strict=True))
+
+
+def case_a_hook_of_ours_waits_for_the_scripts_own(rank, size):
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+    from cputrain.distributed import gradient_hooks
+
+    for own in (False, True):
+        wrapped = DistributedDataParallel(_model())
+        gradient_hooks.register_later(wrapped, "bf16")
+        if own:
+            wrapped.register_comm_hook(None, allreduce_hook)
+        for _ in range(2):
+            wrapped(torch.ones(1, 20)).sum().backward()
+        found = [hook for hook, _ in wrapped._comm_hooks]
+        assert found == ([allreduce_hook] if own else [gradient_hooks.bf16] if size > 1 else [])
 
 
 def case_fully_shard(rank, size):
@@ -104,48 +110,3 @@ def case_zero_redundancy_optimizer(rank, size):
     optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-2)
     _train(DistributedDataParallel(model), optimizer, rank, size)
     _compare(model.state_dict(), _alone())
-
-
-def case_accelerate(rank, size):
-    import cputrain
-
-    _as_launched(rank, size)
-    model = _model()
-    accelerator = cputrain.Accelerator(cpu=True)
-    assert accelerator.state.backend == "ccl" and accelerator.num_processes == size
-    wrapped, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    share = BATCH // size
-    for step in range(STEPS):
-        x, y = (tensor[rank * share : (rank + 1) * share] for tensor in _data(step))
-        accelerator.backward(nn.functional.mse_loss(wrapped(x), y))
-        optimizer.step()
-        optimizer.zero_grad()
-    _compare(accelerator.unwrap_model(wrapped).state_dict(), _alone())
-    assert accelerator.gather(torch.tensor([rank])).tolist() == list(range(size))
-
-
-def case_trainer(rank, size):
-    from cputrain import Trainer, TrainingArguments
-
-    def trained(batch: int) -> dict[str, Tensor]:
-        model = copy.deepcopy(tiny.bert())
-        arguments = TrainingArguments(
-            output_dir=tempfile.mkdtemp(),
-            per_device_train_batch_size=batch,
-            max_steps=STEPS,
-            learning_rate=1e-1,
-            optim="sgd",
-            ddp_backend="ccl",
-            ddp_timeout=77,
-            report_to=[],
-            save_strategy="no",
-            disable_tqdm=True,
-        )
-        assert arguments.world_size == size and dist.get_backend() == "ccl"
-        assert dist.group.WORLD._timeout == 77
-        Trainer(model, arguments, train_dataset=tiny.windows(16)).train()
-        return model.state_dict()
-
-    _as_launched(rank, size)
-    found = trained(BATCH // size)
-    torch.save(found, os.path.join(os.environ["TRAINED_IN"], f"{rank}.pt"))

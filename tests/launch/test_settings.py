@@ -81,6 +81,8 @@ def test_what_a_training_gets() -> None:
         "OMP_NUM_THREADS": "2",
     }
     assert warnings == []
+    ours = environment.of_training(Config(grad_compression="bf16", balance="off"), {})[0]
+    assert (ours["CPUTRAIN_GRAD_COMPRESSION"], ours["CPUTRAIN_BALANCE"]) == ("bf16", "off")
     assert "OMP_NUM_THREADS" not in environment.of_training(Config(), {})[0], "each rank counts on its own machine"
 
 

@@ -34,8 +34,8 @@ MAY_IMPORT = {
         "precision",
         "settings",
     ],  # not "optimize": that is the function's name
-    "distributed": ["native"],
-    "launch": ["hardware"],
+    "distributed": ["native", "settings"],
+    "launch": ["hardware", "settings"],
     "cluster": ["hardware"],
     "report": [],
     "integrations": ["api", "distributed"],

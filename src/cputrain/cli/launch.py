@@ -48,6 +48,8 @@ def launch(
     threads: Annotated[int | None, _option("num_cpu_threads_per_process", "Threads; else a rank's cores.")] = None,
     dtype: Annotated[str | None, _option("dtype", "auto, fp32, bf16 or int16; wins over the script.")] = None,
     padding: Annotated[str | None, _option("padding", "drop, or keep for stock's padded numbers.")] = None,
+    compression: Annotated[str | None, _option("grad-compression", "bf16 halves what travels; else none.")] = None,
+    balance: Annotated[str | None, _option("balance", "length, or off: deal samples to ranks as stock does.")] = None,
     dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
@@ -66,6 +68,8 @@ def launch(
         "allocator": allocator,
         "log_dir": log_dir,
         "max_restarts": max_restarts,
+        "grad_compression": compression,
+        "balance": balance,
         "mixed_precision": mixed_precision,
         "use_cpu": use_cpu,
         "ipex": ipex,

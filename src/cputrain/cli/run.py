@@ -37,9 +37,17 @@ Usage: cputrain run [OPTIONS] SCRIPT [ARGS]...
 Options:
   --dtype {"|".join(settings.DTYPES)}  The precision; wins over the script's --bf16.
   --padding {"|".join(settings.PADDINGS)}           keep: stock's padded numbers; drop (default): padding costs nothing.
+  --grad-compression {"|".join(settings.COMPRESSIONS)}  bf16: several ranks send their gradients as bf16.
+  --balance {"|".join(settings.BALANCES)}          off: several ranks get samples in stock's order; else by length.
   -h, --help                    Show this message and exit."""
 
-_OPTIONS = {"--dtype": settings.DTYPE, "--padding": settings.PADDING}
+_OPTIONS = {
+    "--dtype": settings.DTYPE,
+    "--padding": settings.PADDING,
+    "--grad-compression": settings.GRADIENTS,
+    "--grad_compression": settings.GRADIENTS,
+    "--balance": settings.BALANCE,
+}
 
 
 class Target(NamedTuple):

@@ -31,16 +31,16 @@ TRANSPORTS = ("auto", "shm", "gloo")
 _generations: Counter[str] = Counter()
 
 
+@functools.cache
 def register() -> None:
     """`init_process_group("ccl")` works from now on."""
-    if "CCL" in dist.Backend._plugins:
-        return
-    dist.Backend.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
+    if "CCL" not in dist.Backend._plugins:  # under `cputrain run` it was announced before
+        dist.Backend.register_backend("ccl", create, extended_api=True, devices=["cpu"])
     monitored = _monitored_barrier(distributed_c10d.monitored_barrier)
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored
 
 
-def _create(options: Any, _: Any) -> CclProcessGroup:
+def create(options: Any, _: Any) -> CclProcessGroup:
     rank, size, timeout = options.group_rank, options.group_size, options.timeout
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     generation = _generations[options.group_id]

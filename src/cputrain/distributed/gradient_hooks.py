@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-COMPRESSIONS = ("none", "bf16")
+from cputrain.settings import COMPRESSIONS
+
+logger = logging.getLogger("cputrain")
 
 
 def register(model: DistributedDataParallel, compression: str) -> None:
@@ -17,6 +21,22 @@ def register(model: DistributedDataParallel, compression: str) -> None:
         raise ValueError(f"grad_compression is one of {', '.join(COMPRESSIONS)}, found {compression!r}.")
     if compression == "bf16":
         model.register_comm_hook(model.process_group, bf16)
+        if model.process_group.rank() == 0:
+            logger.info("gradients travel as bf16 between %d ranks", model.process_group.size())
+
+
+def register_later(model: DistributedDataParallel, compression: str) -> None:
+    """The same at the model's first forward, unless the script has registered a hook of its own by then.
+
+    torch takes one hook only, so that ours must not be there first.
+    """
+    if compression != "none" and model.process_group.size() > 1:
+        model.register_forward_pre_hook(functools.partial(_register_if_there_is_none, compression))
+
+
+def _register_if_there_is_none(compression: str, model: DistributedDataParallel, _: Any) -> None:
+    if not model._comm_hooks:
+        register(model, compression)
 
 
 def bf16(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[Any]:

@@ -11,10 +11,12 @@ from typing import Any
 import accelerate.accelerator as stock
 from accelerate.utils import DistributedType, DynamoBackend
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data import DataLoader
 
 from cputrain import hardware
-from cputrain.integrations import collectives, hook, settings
+from cputrain.integrations import collectives, data_parallel, hook, settings
 from cputrain.integrations.notices import Refused, mention_once, say_once
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
@@ -26,6 +28,8 @@ class Accelerator(stock.Accelerator):
     # Why models are left as they are, or None if they are optimised.
     _why_stock: str | None = None
     _stock_autocasts = False
+    # Trainer knows which loader is for training; an accelerator of a script's own must guess.
+    _is_trainers = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         with collectives.offered():
@@ -40,6 +44,7 @@ class Accelerator(stock.Accelerator):
             accelerator.__class__ = cls
             accelerator._stock_autocasts = accelerator.native_amp
         if isinstance(accelerator, cls):
+            accelerator._is_trainers = True
             accelerator._decide(use_ipex)
         else:
             say_once(f"{type(accelerator).__name__} isn't Accelerate's own class: the training runs as stock")
@@ -58,7 +63,22 @@ class Accelerator(stock.Accelerator):
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """`prepare` comes through here too; Trainer comes here alone if it evaluates without training."""
         _optimise(self, [model])
-        return super().prepare_model(model, *args, **kwargs)
+        prepared = super().prepare_model(model, *args, **kwargs)
+        if isinstance(prepared, DistributedDataParallel) and not hook.is_active():  # else every DDP does it
+            data_parallel.compress(prepared)
+        return prepared
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
+        prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
+        if prepared is not data_loader and not self._is_trainers and self.balances():
+            from cputrain.integrations import balance
+
+            balance.balance(prepared, order_counts=not balance.is_shuffled(data_loader), own_loss=False)
+        return prepared
+
+    def balances(self) -> bool:
+        """Whether samples may be dealt to several ranks by length."""
+        return self.num_processes > 1 and self._why_stock is None
 
     def _prepare_ipex_or_xpu(self, *args: Any) -> tuple[Any, ...]:
         """Where accelerate before 1.13 called IPEX."""

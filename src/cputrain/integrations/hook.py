@@ -18,8 +18,10 @@ if TYPE_CHECKING:  # importlib.abc would cost more than all the rest of `cputrai
     from importlib.abc import Loader
     from importlib.machinery import ModuleSpec
 
-# The module that has stock's class → the module of ours whose class takes its place.
+# The module that has stock's class → the module of ours whose class takes its place, or changes it.
 _OURS = {
+    "torch.distributed.distributed_c10d": "cputrain.integrations.process_groups",
+    "torch.nn.parallel.distributed": "cputrain.integrations.data_parallel",
     "accelerate.accelerator": "cputrain.integrations.accelerate",
     "transformers.training_args": "cputrain.integrations.training_arguments",
     "transformers.trainer": "cputrain.integrations.trainer",

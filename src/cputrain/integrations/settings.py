@@ -8,7 +8,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from cputrain.integrations.notices import Refused, say_once
-from cputrain.settings import DTYPE, DTYPES, PADDING, PADDINGS, one_of
+from cputrain.settings import (
+    BALANCE,
+    BALANCES,
+    COMPRESSIONS,
+    DTYPE,
+    DTYPES,
+    GRADIENTS,
+    PADDING,
+    PADDINGS,
+    one_of,
+)
 
 if TYPE_CHECKING:
     from cputrain.api import Padding
@@ -21,6 +31,8 @@ def check() -> None:
     """Refuses misspelt settings at once, rather than when the model is there."""
     _one_of(DTYPE, DTYPES)
     _one_of(PADDING, PADDINGS)
+    _one_of(GRADIENTS, COMPRESSIONS)
+    _one_of(BALANCE, BALANCES)
     _one_of(IPEX, TRUTHS)
 
 
@@ -31,6 +43,16 @@ def is_off() -> bool:
 
 def padding() -> Padding:
     return "keep" if _one_of(PADDING, PADDINGS) == "keep" else "drop"
+
+
+def grad_compression() -> str:
+    """How gradients travel between ranks."""
+    return _one_of(GRADIENTS, COMPRESSIONS) or "none"
+
+
+def balances() -> bool:
+    """Whether the samples of a global batch may be dealt to the ranks by length."""
+    return _one_of(BALANCE, BALANCES) != "off"
 
 
 def precision(script_asks_for_bf16: bool) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 
 import transformers.trainer as stock
 from torch import nn
+from torch.utils.data import DataLoader
 
 from cputrain.integrations import hook
 from cputrain.integrations.accelerate import Accelerator
@@ -18,6 +19,15 @@ class Trainer(stock.Trainer):
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
         Accelerator.adopt(self.accelerator, use_ipex=getattr(self.args, "use_ipex", None))
+
+    def get_train_dataloader(self) -> DataLoader:
+        loader = super().get_train_dataloader()
+        if isinstance(self.accelerator, Accelerator) and self.accelerator.balances():
+            from cputrain.integrations import balance
+
+            own_loss = type(self).compute_loss is not stock.Trainer.compute_loss or self.compute_loss_func is not None
+            balance.balance(loader, order_counts=False, own_loss=own_loss)
+        return loader
 
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
         """Where transformers of old entered CPU autocast by itself, without asking accelerate."""

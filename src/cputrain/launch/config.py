@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 from cputrain.launch import allocator
+from cputrain.settings import BALANCES, COMPRESSIONS
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
 PRECISIONS = ("no", "bf16")
@@ -53,6 +54,8 @@ class Config:
     allocator: str = "default"
     log_dir: str | None = None
     max_restarts: int = 0
+    grad_compression: str = "none"
+    balance: str = "length"
 
     def __post_init__(self) -> None:
         _check_choices(self)
@@ -71,18 +74,32 @@ class Config:
         return values
 
 
-OURS = ("engine", "hostfile", "ppn", "env", "cores_for_communication", "allocator", "log_dir", "max_restarts")
+OURS = (
+    "engine",
+    "hostfile",
+    "ppn",
+    "env",
+    "cores_for_communication",
+    "allocator",
+    "log_dir",
+    "max_restarts",
+    "grad_compression",
+    "balance",
+)
+_CHOICES = {
+    "engine": ENGINES,
+    "allocator": allocator.NAMES,
+    "grad_compression": COMPRESSIONS,
+    "balance": BALANCES,
+    "compute_environment": ("LOCAL_MACHINE",),
+    "distributed_type": DISTRIBUTED_TYPES,
+}
 
 
 def _check_choices(config: Config) -> None:
-    if config.engine not in ENGINES:
-        raise _not_one_of("engine", config.engine, ENGINES)
-    if config.allocator not in allocator.NAMES:
-        raise _not_one_of("allocator", config.allocator, allocator.NAMES)
-    if config.compute_environment != "LOCAL_MACHINE":
-        raise _not_one_of("compute_environment", config.compute_environment, ("LOCAL_MACHINE",))
-    if config.distributed_type not in DISTRIBUTED_TYPES:
-        raise _not_one_of("distributed_type", config.distributed_type, DISTRIBUTED_TYPES)
+    for key, known in _CHOICES.items():
+        if getattr(config, key) not in known:
+            raise _not_one_of(key, getattr(config, key), known)
     if config.mixed_precision == "fp16":
         raise ConfigError("mixed_precision", "fp16 doesn't train on CPUs: write bf16 or no.")
     if config.mixed_precision not in PRECISIONS:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ruamel.yaml.nodes import MappingNode, Node
 
 _TEXT = ("compute_environment", "distributed_type", "downcast_bf16", "main_training_function", "mixed_precision")
-_OUR_TEXT = ("engine", "hostfile", "allocator", "log_dir")
+_OUR_TEXT = ("engine", "hostfile", "allocator", "log_dir", "grad_compression", "balance")
 _WHOLE = (
     "machine_rank",
     "main_process_port",

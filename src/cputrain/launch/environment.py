@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from cputrain import __version__
 from cputrain.launch import allocator, join
 from cputrain.launch.config import Config
+from cputrain.settings import BALANCE, GRADIENTS
 
 # What of the launcher's own environment reaches ranks on other machines, where nothing is inherited.
 _FORWARDED = re.compile(
@@ -33,6 +34,10 @@ def of_training(
         added["OMP_NUM_THREADS"] = str(threads)
     if config.cores_for_communication:
         added[join.COMMUNICATION] = str(config.cores_for_communication)
+    if config.grad_compression != "none":
+        added[GRADIENTS] = config.grad_compression
+    if config.balance != "length":
+        added[BALANCE] = config.balance
     added |= {name: value for name, _, value in (entry.partition("=") for entry in config.env)}
     preloaded, warnings = allocator.preload(config.allocator, {**inherited, **added})
     if preloaded != {**inherited, **added}.get("LD_PRELOAD", ""):

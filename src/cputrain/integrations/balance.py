@@ -1,0 +1,124 @@
+"""Deals the samples of a global batch to the ranks by length, so that no rank waits for another's longer samples.
+
+Every rank gets as many samples as before. The ranks' mean of means is then the same mean over the same samples, and so
+are the gradients, whoever got which. No rank loads more than before, and nothing is sent: each computes the same deal.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, get_sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from cputrain.integrations import settings
+from cputrain.integrations.notices import mention_once
+from cputrain.integrations.sample_lengths import Lengths, NotKnown, has_a_label_each, lengths_of
+
+
+def is_shuffled(loader: DataLoader) -> bool:
+    """Whether a loader that isn't prepared yet draws samples at random: then nobody counts on their order."""
+    return isinstance(get_sampler(loader), RandomSampler)
+
+
+def balance(loader: Any, *, order_counts: bool, own_loss: bool) -> None:
+    """Changes how a prepared loader deals samples, if that is known to change nothing else; says once why not.
+
+    `own_loss`: the script computes a loss of its own, of which nobody knows how it weighs samples.
+    """
+    if not settings.balances() or settings.padding() == "keep":  # where padding is computed, samples cost the same
+        return
+    try:
+        BalancedShard.take_over(_shard(loader, order_counts, own_loss), lengths_of(loader.dataset))
+    except NotKnown as reason:
+        mention_once(f"samples go to the ranks as stock deals them, not by length: {reason}")
+    else:
+        mention_once("samples of a global batch go to the ranks by length (--balance off: as stock deals them)")
+
+
+def _shard(loader: Any, order_counts: bool, own_loss: bool) -> BatchSamplerShard:
+    """What deals a loader's batches to the ranks, if another deal is as good."""
+    if order_counts:
+        raise NotKnown("the data loader doesn't shuffle, and may be one for evaluation, whose order counts")
+    if own_loss:
+        raise NotKnown("the script computes its own loss, which may be another mean than one over samples")
+    if isinstance(loader.dataset, IterableDataset):
+        raise NotKnown("the data set is iterable: samples are known only when they come")
+    if not isinstance(loader, DataLoaderShard):
+        raise NotKnown("rank 0 loads all batches (dispatch_batches)")
+    shard = loader.sampler if isinstance(loader.sampler, BatchSamplerShard) else loader.batch_sampler
+    if type(shard) is not BatchSamplerShard:
+        raise NotKnown(f"{type(shard).__name__} deals the batches")
+    if shard.num_processes == 1:  # Trainer makes it so for its `batch_rebalance`
+        raise NotKnown("the sampler deals to ranks itself")
+    if not hasattr(shard.batch_sampler, "__len__"):
+        raise NotKnown("nobody knows how many batches there are")
+    if not has_a_label_each(loader.dataset):
+        raise NotKnown("the samples have no label of one value each, so that the loss may be a mean over tokens")
+    return shard
+
+
+class BalancedShard(BatchSamplerShard):
+    """Stock's batches of every rank, put together and dealt anew. Last steps of an epoch may hold samples twice, in
+    places that `gather_for_metrics` knows: those stay as stock deals them.
+    """
+
+    lengths: Lengths
+
+    @classmethod
+    def take_over(cls, shard: BatchSamplerShard, lengths: Lengths) -> None:
+        """In place: a loader doesn't take another sampler once it is made."""
+        shard.__class__ = cls
+        shard.lengths = lengths
+
+    def __iter__(self) -> Iterator[list[int]]:
+        whole = self._whole_steps()
+        for step, shares in enumerate(itertools.zip_longest(*self._of_every_rank())):
+            own = shares[self.process_index]
+            if step < whole and len({len(share) for share in shares}) == 1:
+                samples = list(itertools.chain(*shares))
+                own = [samples[place] for place in deal(self.lengths(samples), self.num_processes)[self.process_index]]
+            if own is not None:
+                yield own
+
+    def _whole_steps(self) -> int:
+        """How many steps have a full batch for every rank, whatever the last batch is."""
+        full = len(self.batch_sampler) - (0 if self.drop_last else 1)
+        return full if self.split_batches else full // self.num_processes
+
+    def _of_every_rank(self) -> list[Iterator[list[int]]]:
+        """Stock's shard of each rank, all over one pass through the sampler: a second would draw other numbers."""
+        passes = itertools.tee(self.batch_sampler, self.num_processes)
+        return [
+            iter(
+                BatchSamplerShard(
+                    _OnePass(self, batches), self.num_processes, rank, self.split_batches, self.even_batches
+                )
+            )
+            for rank, batches in enumerate(passes)
+        ]
+
+
+class _OnePass:
+    """A batch sampler that can be gone through once; shards change the lists that they get, so each gets its own."""
+
+    def __init__(self, shard: BatchSamplerShard, batches: Iterator[list[int]]) -> None:
+        self.batch_size, self.drop_last, self._batches = shard.batch_size, shard.drop_last, batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(copy.copy, self._batches)
+
+
+def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
+    """Places of samples for each rank, as many each: the longest first, always to the rank with the fewest tokens."""
+    each = len(lengths) // ranks
+    shares: list[list[int]] = [[] for _ in range(ranks)]
+    tokens = [0] * ranks
+    for place in sorted(range(len(lengths)), key=lambda place: -lengths[place]):
+        rank = min((rank for rank in range(ranks) if len(shares[rank]) < each), key=lambda rank: tokens[rank])
+        shares[rank].append(place)
+        tokens[rank] += lengths[place]
+    return [sorted(share) for share in shares]

@@ -1,0 +1,27 @@
+"""`init_process_group("ccl")` in a script that imports nothing of ours, under `cputrain run`.
+
+Imported while torch itself is being imported: our backend follows when the first group is made.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from cputrain.integrations import hook
+
+
+def _create(options: Any, kind: Any) -> Any:
+    from cputrain.distributed import backend
+
+    return backend.create(options, kind)
+
+
+def _announce() -> None:
+    known = sys.modules["torch.distributed.distributed_c10d"].Backend
+    if "CCL" not in known._plugins:
+        known.register_backend("ccl", _create, extended_api=True, devices=["cpu"])
+
+
+if hook.is_active() and "torch.distributed.distributed_c10d" in sys.modules:
+    _announce()
