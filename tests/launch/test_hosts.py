@@ -5,6 +5,7 @@ What they compute together is in tests/distributed/test_hosts.py.
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import cputrain
 from tests.hosts import Cluster, needs_hosts
 from tests.launch import programs
 from tests.launch.programs import LAUNCH, shown
@@ -102,17 +104,6 @@ def test_ranks_end_when_the_launch_is_killed(cluster: Cluster, place: Path) -> N
     assert all(host.is_quiet(20) for host in cluster.hosts)
 
 
-def test_launched_on_each_machine_by_hand(cluster: Cluster, place: Path) -> None:
-    words = ["--num_machines", "2", "--main-process-ip", "10.77.0.1", "--main_process_port", "29611", "-n", "2"]
-    both = [
-        host.popen(*LAUNCH, *words, "--machine_rank", str(number), "sum.py", folder=place)
-        for number, host in enumerate(cluster.hosts)
-    ]
-    answers = [one.communicate(timeout=100) for one in both]
-    assert [one.returncode for one in both] == [0, 0], answers
-    assert [out for out, _ in answers] == ["[0] SUM 3.0 3.0 gloo\n", "[1] SUM 3.0 3.0 gloo\n"]
-
-
 # --- One sentence ------------------------------------------------------------------------------------------------
 
 
@@ -159,12 +150,60 @@ def test_a_port_in_use_on_another_machine(cluster: Cluster, place: Path) -> None
     assert "cputrain: the port of 10.77.0.2:23987 is in use on box2" in answer.stderr
 
 
-def test_another_version_on_another_machine(cluster: Cluster, place: Path) -> None:
-    order = '{"version": "0.0.1", "program": []}'
-    words = ["bash", "-c", f"echo '{order}' | {sys.executable} -m cputrain.launch.node"]
-    answer = cluster.hosts[1].run(*words)
-    assert answer.returncode == 2
-    assert "cputrain: box2 has cputrain" in answer.stderr and "install the same version on both." in answer.stderr
+@pytest.fixture
+def older(cluster: Cluster, place: Path) -> Iterator[None]:
+    """The second machine has another version of cputrain than the first."""
+    module = Path(cputrain.__file__)
+    (place / "older.py").write_text(re.sub(r"(__version__ =).*", r'\1 "0.0.1"', module.read_text()))
+    second = cluster.hosts[1]
+    second.run("mount", "--bind", place / "older.py", module)
+    yield
+    second.run("umount", module)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_version_on_another_machine(engine: list[str], cluster: Cluster, place: Path, older: None) -> None:
+    answer = launched(cluster, place, "--hostfile", "two", "-n", "2", *engine, "wait.py", seconds=60)
+    assert answer.returncode == 2 and "Traceback" not in answer.stderr, answer.stderr
+    assert f"box2 has cputrain 0.0.1, the machine that launches has {cputrain.__version__}" in answer.stderr
+
+
+# --- Launched on each machine by hand ----------------------------------------------------------------------------
+
+BY_HAND = ["--num_machines", "2", "--main-process-ip", "10.77.0.1", "--main_process_port", "29611", "-n", "2"]
+
+
+def by_hand(cluster: Cluster, place: Path, *machines: int, **environ: str) -> list[tuple[int, str, str]]:
+    """Exit code, output and errors of the same command on some machines."""
+    started = [
+        cluster.hosts[number].popen(
+            *LAUNCH, *BY_HAND, "--machine_rank", str(number), "sum.py", folder=place, environ=environ
+        )
+        for number in machines
+    ]
+    said = [one.communicate(timeout=100) for one in started]
+    return [(one.returncode, *words) for one, words in zip(started, said, strict=True)]
+
+
+def test_launched_by_hand(cluster: Cluster, place: Path) -> None:
+    answers = by_hand(cluster, place, 0, 1)
+    assert [code for code, _, _ in answers] == [0, 0], answers
+    assert [out for _, out, _ in answers] == ["[0] SUM 3.0 3.0 gloo\n", "[1] SUM 3.0 3.0 gloo\n"]
+
+
+def test_launched_by_hand_with_other_versions(cluster: Cluster, place: Path, older: None) -> None:
+    for code, _, said in by_hand(cluster, place, 0, 1):
+        assert code == 2 and "Traceback" not in said
+        assert f"cputrain: box2 has cputrain 0.0.1, box1 has {cputrain.__version__}" in said
+
+
+@pytest.mark.parametrize(("machine", "missing"), [(0, "machine 1 of 2 (counted from 0)"), (1, "machine 0")])
+def test_launched_by_hand_on_one_machine_only(machine: int, missing: str, cluster: Cluster, place: Path) -> None:
+    """It says whom it waits for, and ends."""
+    ((code, _, said),) = by_hand(cluster, place, machine, CPUTRAIN_MEETING_SECONDS="12")
+    assert code == 2 and "Traceback" not in said
+    assert f"cputrain: waiting for {missing} at 10.77.0.1:29611" in said
+    assert f"cputrain: {missing} did not come to 10.77.0.1:29611 within 12 s" in said
 
 
 # --- mpirun itself -----------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import socket
 from collections.abc import MutableMapping
 
 from cputrain import __version__, hardware
-from cputrain.launch import openmp, output, processes, ranks, rendezvous, topology
+from cputrain.launch import openmp, output, pmi, processes, ranks, rendezvous, topology
 
 logger = logging.getLogger("cputrain")
 
@@ -32,10 +32,16 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
     unlabel = output.label(place.rank, folder or None, bars == "1") if labels and place else None
-    _check_size(place, environ)
-    exchange = _meet(place, environ) if place else None
-    if unlabel:
-        atexit.register(unlabel)  # before mpirun hears of the end, which may be the end of all
+    try:
+        _check_size(place, environ)
+        exchange = _meet(place, environ) if place else None
+    except ValueError:
+        if place and environ.get("PMI_FD"):  # MPICH would leave the other ranks waiting
+            pmi.Connection(environ).exit_code = 2
+        raise
+    finally:
+        if unlabel:
+            atexit.register(unlabel)  # before mpirun hears of the end, which may be the end of all
     _settle(place, environ)
     return exchange
 

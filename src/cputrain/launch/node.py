@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from cputrain import __version__
-from cputrain.launch import processes, rendezvous
+from cputrain.launch import processes, rendezvous, roll_call
 from cputrain.launch.output import Output, standard_streams
 
 
@@ -57,6 +57,8 @@ def from_json(line: str) -> Order:
 
 def run(order: Order) -> int:
     """Starts the ranks and waits for them; the exit code is the one of the rank that failed first."""
+    if order.backend == "static" and order.machines > 1:
+        roll_call.hold(order.endpoint, order.machine, order.machines, {**os.environ, **order.environment})
     _quiet_agent()
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
