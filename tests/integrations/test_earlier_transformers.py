@@ -53,6 +53,23 @@ def test_the_guides_commands_run_on_the_oldest() -> None:
     assert "2 passed" in answer.stdout
 
 
+TWO_RANKS = """
+import torch.distributed as dist
+from transformers import TrainingArguments
+arguments = TrainingArguments("/tmp", no_cuda=True, use_ipex=True, ddp_backend="ccl", report_to="none")
+print(arguments.world_size, dist.get_backend())
+"""
+
+
+def test_the_guides_exports_do_not_make_it_look_for_the_real_bindings(tmp_path: Path) -> None:
+    """The accelerate of that time asks the package for its version as soon as CCL_WORKER_COUNT is set."""
+    (tmp_path / "script.py").write_text(TWO_RANKS)
+    launch = ["-m", "cputrain", "launch", "-n", "2", str(tmp_path / "script.py")]
+    answer = earlier.run(OLDEST, *launch, CCL_WORKER_COUNT="1", CCL_ATL_TRANSPORT="ofi")
+    assert answer.returncode == 0, answer.stderr[-3000:]
+    assert answer.stdout.count("2 ccl") == 2
+
+
 EXPLAIN = """
 import cputrain
 from tests.integrations.tiny import bert

@@ -6,6 +6,7 @@ Accelerate asks `PartialState._prepare_backend`, which knows mpi and gloo for CP
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
@@ -21,13 +22,25 @@ _stock_choice = PartialState._prepare_backend
 
 def _choice(self: PartialState, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
     """Ours where nobody asked for another one, and where it was asked for."""
-    found, kind = _stock_choice(self, cpu, sagemaker_dp, None if backend == "ccl" else backend)
+    with _no_bindings_sought():
+        found, kind = _stock_choice(self, cpu, sagemaker_dp, None if backend == "ccl" else backend)
     wanted = backend == "ccl" or (backend is None and not settings.is_off())
     if kind is not DistributedType.MULTI_CPU or not wanted:
         return found, kind
     import cputrain.distributed  # noqa: F401 - registers the backend
 
     return "ccl", kind
+
+
+@contextlib.contextmanager
+def _no_bindings_sought() -> Iterator[None]:
+    """The guides set CCL_WORKER_COUNT: accelerate before 1.13 then wants to know the version of the real package."""
+    workers = os.environ.pop("CCL_WORKER_COUNT", None)
+    try:
+        yield
+    finally:
+        if workers is not None:
+            os.environ["CCL_WORKER_COUNT"] = workers
 
 
 @contextlib.contextmanager
