@@ -119,8 +119,9 @@ def restore(model: nn.Module) -> nn.Module:
     _undo_model(model)
     optimizer = _optimizer_of(model)
     if optimizer is not None:
-        takeover.give_back(optimizer)
         del _optimizers[model]
+        if not any(other() is optimizer for other in _optimizers.values()):  # it may train two models
+            takeover.give_back(optimizer)
     if not _clipping:  # no other model in this process is optimised
         workspace.clear()
         memory.release()

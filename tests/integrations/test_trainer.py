@@ -139,6 +139,20 @@ def test_a_checkpoint_resumes_on_either_side(before: str, after: str, tmp_path: 
     assert_same_history(resumed, whole)
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "bf16", "int16"])
+def test_the_best_model_is_loaded_at_the_end(dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights come back behind our back: the next forward computes with them."""
+    monkeypatch.setenv("CPUTRAIN_DTYPE", dtype)
+    every = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    # So fast that it gets worse: the last model isn't the best.
+    options = {**every, "load_best_model_at_end": True, "learning_rate": 0.1, "lr_scheduler_type": "constant"}
+    ours = trainer("ours", tmp_path, options)
+    ours.train()
+    found = [line["eval_loss"] for line in ours.state.log_history if "eval_loss" in line]
+    assert min(found) < found[-1]
+    assert ours.evaluate()["eval_loss"] == min(found)
+
+
 def test_what_is_saved_is_stocks(tmp_path: Path) -> None:
     saved = {}
     for side in SIDES:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cputrain
+from cputrain import hardware
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
@@ -71,16 +72,20 @@ def _load(model):
 
 
 @pytest.mark.parametrize("change", [_clamp, _swap_in_averages, _step_of_another_optimizer, _load])
-def test_weights_are_packed_anew_after_any_change(change):
+@pytest.mark.parametrize("dtype", ["int16", "fp32", "bf16", "native bf16"])
+def test_weights_are_packed_anew_after_any_change(change, dtype, monkeypatch):
+    """In every precision: joined, converted and packed copies of weights live from a forward to its backward."""
+    monkeypatch.setattr(hardware, "has_bf16", lambda: dtype == "native bf16")
+    dtype = dtype.removeprefix("native ")
     model, batch = tiny("bert")
-    cputrain.optimize(model, dtype="int16")
+    cputrain.optimize(model, dtype=dtype)
     before = model(**batch).loss
     change(model)
     after = model(**batch).loss
     fresh, _ = tiny("bert")
     fresh.load_state_dict(model.state_dict())
     assert not torch.equal(before, after)
-    assert torch.equal(after, cputrain.optimize(fresh, dtype="int16")(**batch).loss)
+    assert torch.equal(after, cputrain.optimize(fresh, dtype=dtype)(**batch).loss)
 
 
 def test_an_infinity_is_not_hidden():

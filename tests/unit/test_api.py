@@ -130,6 +130,29 @@ def test_another_optimizer_replaces_the_first():
     assert "_init_group" not in first.__dict__ and "_init_group" in second.__dict__
 
 
+def test_an_optimizer_of_two_models_is_given_back_with_the_last():
+    one, other = small(), small()
+    optimizer = torch.optim.AdamW([*one.parameters(), *other.parameters()])
+    for model in (one, other):
+        cputrain.optimize(model, optimizer)
+    cputrain.restore(one)
+    assert "_init_group" in optimizer.__dict__
+    cputrain.restore(other)
+    assert "_init_group" not in optimizer.__dict__
+
+
+@pytest.mark.parametrize("make", [lambda compiled: compiled, nn.Sequential])
+@pytest.mark.parametrize("dtype", ["fp32", "int16"])
+def test_what_torch_jit_has_compiled_runs_as_it_did(make, dtype):
+    model = make(torch.jit.script(small().eval()))
+    x = torch.randn(4, 8)
+    expected = model(x)
+    cputrain.optimize(model, dtype=dtype)
+    assert torch.equal(model(x), expected)
+    assert "torch.jit has compiled it" in str(cputrain.explain(model))
+    assert torch.equal(cputrain.restore(model)(x), expected)
+
+
 def run(program: str) -> str:
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     return done.stdout.strip()

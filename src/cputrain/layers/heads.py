@@ -83,14 +83,18 @@ def _on_real_tokens(
 
 def take_over_spans(model: nn.Module, patches: Patches) -> None:
     for name, module in model.named_modules():
-        head = module._modules.get("qa_outputs")
-        if head is None or "attention_mask" not in parameter_names(type(module).forward):
+        head = dict(module.named_children()).get("qa_outputs")
+        if head is None or not _takes_mask(module):
             continue
         if not (untouched(module) and untouched(head)):
             patches.leave(name, module, "span logits of padded positions stay: a forward was replaced on the instance")
             continue
         patches.bind(name, module, "forward", model_forward, "hands its mask to the span head")
         patches.bind(_join(name, "qa_outputs"), head, "forward", span_head_forward, SPAN)
+
+
+def _takes_mask(module: nn.Module) -> bool:
+    return not isinstance(module, torch.jit.ScriptModule) and "attention_mask" in parameter_names(type(module).forward)
 
 
 SPAN = "real tokens only; padded positions get the lowest span logit"

@@ -198,6 +198,8 @@ def _is_idle(hook: Callable, module: nn.Module) -> bool:
 
 def untouched(module: nn.Module, method: str = "forward") -> bool:
     """Whether `module.method` is its class's own: a method that somebody else put on the instance is never replaced."""
+    if isinstance(module, torch.jit.ScriptModule):  # runs what was compiled, whatever its instance says
+        return False
     found = module.__dict__.get(method)
     return found is None or getattr(found, "__func__", None) is getattr(type(module), method)
 

@@ -27,7 +27,12 @@ def take_over_pieces(model: nn.Module, patches: Patches) -> None:
             leaves.take_over(name, module, patches)
     for name, module in model.named_modules():
         if not untouched(module) and not is_ours(module.__dict__.get("forward")):
-            patches.leave(name, module, "its forward was replaced on the instance")
+            patches.leave(name, module, _why_touched(module))
+
+
+def _why_touched(module: nn.Module) -> str:
+    compiled = isinstance(module, torch.jit.ScriptModule)
+    return "torch.jit has compiled it" if compiled else "its forward was replaced on the instance"
 
 
 def take_over_model(model: nn.Module, patches: Patches) -> None:
@@ -37,8 +42,8 @@ def take_over_model(model: nn.Module, patches: Patches) -> None:
         model.__dict__[autocast.RUNS_IN_BF16] = True
     if is_ours(model.__dict__.get("forward")):
         return
-    if not untouched(model) or isinstance(model, torch.jit.ScriptModule):
-        patches.leave("", model, "autocast, if on, stays on inside: its forward was replaced on the instance")
+    if not untouched(model):
+        patches.leave("", model, f"autocast, if on, stays on inside: {_why_touched(model)}")
     else:
         patches.bind("", model, "forward", _as_stock, _AUTOCAST[patches.kind == "native_bf16"])
 
