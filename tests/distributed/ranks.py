@@ -62,6 +62,9 @@ class Outcome:
 
     def __init__(self, folder: Path, ranks: int, module: str, **environment: str) -> None:
         spawn(run_cases, ranks, ranks, str(folder), module, environment)
+        self._collect(folder, ranks, module)
+
+    def _collect(self, folder: Path, ranks: int, module: str) -> None:
         self.module, self.failed = module, {}
         for rank in range(ranks):
             for name, trace in json.loads((folder / f"failed-{rank}.json").read_text()).items():

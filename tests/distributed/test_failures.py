@@ -40,6 +40,10 @@ def said(folder: Path, name: str, size: int, seconds: float = 60, **environment:
     for process in context.processes:
         process.join(90)
         assert process.exitcode is not None, "a rank hangs"
+    return read(folder, size)
+
+
+def read(folder: Path, size: int) -> dict[int, tuple[float, str]]:
     found = {}
     for rank in range(size):
         if (folder / f"said-{rank}").exists():
@@ -96,6 +100,13 @@ def test_a_rank_that_ends_early_has_left(tmp_path) -> None:
 
 def _a_rank_is_late(rank: int) -> None:
     if rank == 2:
+        time.sleep(6)
+    dist.all_reduce(torch.ones(10))
+
+
+def _a_rank_is_late_here(rank: int) -> None:
+    """As before, of two."""
+    if rank == 1:
         time.sleep(6)
     dist.all_reduce(torch.ones(10))
 

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cputrain.distributed import native_calls, rendezvous
+from cputrain.distributed import native_calls, rendezvous, variables
 from cputrain.distributed.addresses import reachable_address
 from cputrain.distributed.alone import AloneTransport
-from cputrain.distributed.engines.gloo import GlooEngine
+from cputrain.distributed.engines import EVERYBODY, Engine
 from cputrain.distributed.monitor import Monitor
 from cputrain.distributed.process_group import CclProcessGroup
 from cputrain.distributed.shared_memory import SharedMemoryTransport
@@ -25,7 +27,9 @@ from cputrain.distributed.two_level import Levels, TwoLevelTransport
 logger = logging.getLogger("cputrain")
 
 TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
-TRANSPORTS = ("auto", "shm", "gloo")
+# What can carry data between machines, and where it is made. Loaded when it is used: each needs packages of its own.
+ENGINES = {"gloo": ("gloo", "GlooEngine"), "mpi": ("mpi", "MpiEngine")}
+TRANSPORTS = ("auto", "shm", *ENGINES)
 
 # How often this process has made a group of each name: a store may outlive a group of the same name.
 _generations: Counter[str] = Counter()
@@ -49,6 +53,8 @@ def create(options: Any, _: Any) -> CclProcessGroup:
     transport, reason = _choose(store, rank, global_ranks, timeout)
     if rank == 0:
         logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)
+    if global_ranks[rank] == 0:
+        variables.say_what_has_no_effect(transport.name, os.environ)
     return CclProcessGroup(transport, rank, size, timeout)
 
 
@@ -61,7 +67,8 @@ def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: time
     machines = len(meeting.machines)
     if asked == "shm" and machines > 1:
         raise ValueError(
-            f"{TRANSPORT}=shm, but the ranks are on {machines} machines that share no memory; use auto or gloo."
+            f"{TRANSPORT}=shm, but the ranks are on {machines} machines that share no memory; use auto, or one of "
+            f"{', '.join(ENGINES)}."
         )
     if machines == 1 and asked in ("auto", "shm"):
         transport = SharedMemoryTransport(meeting.here, rank, meeting.peers)
@@ -71,8 +78,8 @@ def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: time
         meeting.machines, meeting.here = [[r] for r in range(len(global_ranks))], rendezvous.Machine([rank])
         reason = f"{TRANSPORT}={asked}, although the ranks share memory"
     else:
-        reason = f"{machines} machines"
-    return _two_levels(store, rank, meeting, timeout), reason
+        reason = f"{machines} machines" + (f", {TRANSPORT}={asked}" if asked in ENGINES else "")
+    return _two_levels(store, rank, meeting, timeout, _engine(asked)), reason
 
 
 def _asked() -> str:
@@ -82,7 +89,15 @@ def _asked() -> str:
     return asked
 
 
-def _two_levels(store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeout: timedelta) -> TwoLevelTransport:
+def _engine(asked: str) -> Callable[..., Engine]:
+    """gloo comes with torch and needs no setting up, so it is what nobody asked for."""
+    module, name = ENGINES.get(asked, ENGINES["gloo"])
+    return getattr(importlib.import_module(f"cputrain.distributed.engines.{module}"), name)
+
+
+def _two_levels(
+    store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeout: timedelta, engine: Callable[..., Engine]
+) -> TwoLevelTransport:
     here, machines, size = meeting.here, meeting.machines, len(meeting.peers)
     address = reachable_address(store, rank, size, timeout)
     local: SharedMemoryTransport | AloneTransport = AloneTransport()
@@ -90,16 +105,16 @@ def _two_levels(store: dist.Store, rank: int, meeting: rendezvous.Meeting, timeo
         local = SharedMemoryTransport(here, here.ranks.index(rank), meeting.peers)
     made: list[TwoLevelTransport] = []
 
-    def watch() -> None:
+    def watch(awaited: int = EVERYBODY) -> None:
         if made:
-            made[0].check_peers()
+            made[0].check_peers(awaited)
 
-    flat = GlooEngine(dist.PrefixStore("flat", store), rank, size, address, timeout, watch)
+    flat = engine(dist.PrefixStore("flat", store), rank, size, address, timeout, watch)
     between = None
     if rank == here.ranks[0]:
         number = machines.index(here.ranks)
         prefixed = dist.PrefixStore("between", store)
-        between = GlooEngine(prefixed, number, len(machines), address, timeout, watch)
+        between = engine(prefixed, number, len(machines), address, timeout, watch)
     monitor = Monitor(store, rank, size, address, timeout, lambda dead: local.report(native_calls.DIED, dead))
     made.append(TwoLevelTransport(Levels(local, between, flat, monitor), machines, rank, meeting.peers))
     return made[0]

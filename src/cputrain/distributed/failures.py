@@ -70,6 +70,15 @@ def died_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     )
 
 
+def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
+    """A rank of another machine that ended without what this one waits for."""
+    return PeerDied(f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}.")
+
+
+def late_elsewhere(timeout: float) -> PeerLate:
+    return PeerLate(f"another machine is late: waited {timeout:g} s (ddp_timeout) for its ranks.")
+
+
 def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
     """The error for a failed native call; `peers` are the ranks of the shared memory, `everybody` of the group."""
     if status.culprit >= len(peers):

@@ -14,15 +14,18 @@ import selectors
 import socket
 import struct
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
 
 import torch.distributed as dist
 
+from cputrain.distributed import communication_cpus
+
 _IDLE, _INTERVAL, _PROBES = 3, 2, 4  # seconds, seconds: broken after 11 s without an answer
 _NUMBER = struct.Struct("i")
-_BYE = -1  # else the number of a rank that died
+_BYE = -1  # of the one who sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
 
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
@@ -37,11 +40,15 @@ class Monitor:
         self.rank, self.dead, self._tell = rank, -1, tell
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
-        self._gone: set[int] = set()
+        self.left: dict[int, float] = {}  # who has ended the group properly, and when
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="cputrain-monitor", daemon=True)
         self._thread.start()
         _live.add(self)
+
+    def culprit(self) -> int:
+        """Who is most likely the cause if a collective has failed."""
+        return self.dead if self.dead >= 0 else next(iter(self.left), 0)
 
     def close(self) -> None:
         """Says that this rank ends properly."""
@@ -60,11 +67,12 @@ class Monitor:
             connection.close()
 
     def _serve(self) -> None:
+        communication_cpus.move_there()
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
             selector.register(self._woken, selectors.EVENT_READ, None)
-            while not self._closing and self.dead < 0 and len(self._gone) < len(self._connections):
+            while not self._closing and self.dead < 0 and not self._nobody_is_left():
                 for key, _ in selector.select():
                     if key.data is not None and not self._listen(key.data):
                         selector.unregister(key.fileobj)
@@ -75,13 +83,30 @@ class Monitor:
             content = self._connections[peer].recv(_NUMBER.size, socket.MSG_WAITALL)
         except OSError:
             content = b""
-        if len(content) == _NUMBER.size and (number := _NUMBER.unpack(content)[0]) != _BYE:
+        number = _NUMBER.unpack(content)[0] if len(content) == _NUMBER.size else None
+        if number is None:
+            if peer not in self.left and not self._closing:
+                self._report(peer)
+        elif number >= 0:
             self._report(number)
-        elif len(content) == _NUMBER.size:
-            self._gone.add(peer)
-        elif peer not in self._gone and not self._closing:
-            self._report(peer)
+        else:
+            self._note_end(peer if number == _BYE else -2 - number)
+            return number != _BYE
         return False
+
+    def _nobody_is_left(self) -> bool:
+        return all(peer in self.left for peer in self._connections)
+
+    def _note_end(self, ended: int) -> None:
+        self.left[ended] = time.monotonic()
+        if self.rank == 0:
+            self._pass_on(-2 - ended, but=ended)
+
+    def _pass_on(self, number: int, but: int) -> None:
+        for peer, connection in self._connections.items():
+            if peer != but and peer not in self.left:
+                with contextlib.suppress(OSError):
+                    connection.sendall(_NUMBER.pack(number))
 
     def _report(self, dead: int) -> None:
         """Remembers, tells this machine, and as the first rank tells all others."""
@@ -89,10 +114,7 @@ class Monitor:
             return
         self.dead = dead
         if self.rank == 0:
-            for peer, connection in self._connections.items():
-                if peer != dead:
-                    with contextlib.suppress(OSError):
-                        connection.sendall(_NUMBER.pack(dead))
+            self._pass_on(dead, but=dead)
         self._tell(dead)
 
 

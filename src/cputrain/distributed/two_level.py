@@ -7,6 +7,7 @@ them: what crosses the network doesn't grow with the ranks of a machine.
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -16,8 +17,15 @@ from torch import Tensor
 
 from cputrain.distributed import native_calls
 from cputrain.distributed.alone import AloneTransport
-from cputrain.distributed.engines import Engine
-from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, died_elsewhere
+from cputrain.distributed.engines import EVERYBODY, Engine
+from cputrain.distributed.failures import (
+    CollectiveError,
+    CollectivesDiffer,
+    Peer,
+    PeerDied,
+    died_elsewhere,
+    left_elsewhere,
+)
 from cputrain.distributed.monitor import Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
 from cputrain.distributed.transport import Transport
@@ -81,7 +89,9 @@ class TwoLevelTransport(Transport):
 
     def _reduce_between(self, tensor: Tensor, reduction: int, dtype: torch.dtype, timeout: float) -> None:
         """Each machine reduces a part, in the order of the machines, and sends it to all others."""
-        assert self._between is not None
+        between = self._the_between()
+        if self._through(lambda: between.all_reduce(tensor, reduction, timeout)):
+            return
         count, flat = len(self._machines), tensor.reshape(-1)
         sizes = [flat.numel() // count + (part < flat.numel() % count) for part in range(count)]
         received = [torch.empty(sizes[self._here], dtype=flat.dtype) for _ in range(count)]
@@ -193,10 +203,13 @@ class TwoLevelTransport(Transport):
             if engine is not None:
                 engine.close(self._broken)
 
-    def check_peers(self) -> None:
-        """Raises if a rank is known to be gone."""
+    def check_peers(self, awaited: int = EVERYBODY) -> None:
+        """Raises if a rank is known to be dead, or if an awaited one has ended the group and what it sent is here."""
         if self._monitor.dead >= 0:
             raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
+        for rank, since in list(self._monitor.left.items()):
+            if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
+                raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
 
     def _enter(self, name: str, dtype: object, size: int, timeout: float, root: int = -1) -> None:
         """Every collective begins here: the machines' first ranks compare what they are about to do."""
@@ -228,10 +241,12 @@ class TwoLevelTransport(Transport):
             return call()
         except CollectiveError:
             self._broken = True
-            self._local.report(native_calls.DIED, max(self._monitor.dead, 0))
+            self._local.report(native_calls.DIED, self._monitor.culprit())
             raise
 
 
+# A rank may end the group while its last bytes are still on their way.
+_LAST_BYTES = 4.0
 # Room for what a collective is called in messages.
 _TITLE = 96
 

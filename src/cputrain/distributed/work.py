@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
+from cputrain.distributed import communication_cpus
+
 
 class Work(TorchWork):
     """One operation that runs, or ran. torch's trampolines ask for `wait` and `get_future`."""
@@ -154,6 +156,7 @@ class Lane:
             self._thread.start()
 
     def _serve(self) -> None:
+        communication_cpus.move_there()
         while (item := self._queue.get()) is not None:
             self._execute(*item)
             del item  # the tensors must not live until the next operation comes

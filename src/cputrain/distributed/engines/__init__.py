@@ -1,9 +1,10 @@
-"""What carries bytes between machines: an existing engine, behind one small interface."""
+"""What carries bytes between machines: an existing engine, behind one small interface. One file for each engine."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import Protocol
 
 from torch import Tensor
 
@@ -11,8 +12,8 @@ from torch import Tensor
 class Engine(ABC):
     """Moves bytes among ranks that share no memory. Tensors are contiguous and of uint8; every rank calls alike.
 
-    Reductions are not an engine's: the ranks exchange parts and reduce them with the kernels of the shared memory, in
-    fp32 where 16-bit floats are summed. So every dtype works on every engine.
+    Reductions need not be an engine's: the ranks exchange parts and reduce them with the kernels of the shared memory,
+    in fp32 where 16-bit floats are summed. So every dtype works on every engine.
     """
 
     name: str
@@ -27,6 +28,10 @@ class Engine(ABC):
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
+
+    def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> bool:
+        """Reduces a tensor of any dtype in place, if the engine does that well by itself; else False, at once."""
+        return False
 
     @abstractmethod
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
@@ -44,5 +49,11 @@ class Engine(ABC):
         """Lets go of connections. After a failure (`broken`) others may never answer, and nothing waits for them."""
 
 
-# Raises if a peer is known to be gone; called now and then by whoever waits.
-Watch = Callable[[], None]
+EVERYBODY, NOBODY = -1, -2
+
+
+class Watch(Protocol):
+    """Called now and then by whoever waits."""
+
+    def __call__(self, awaited: int = EVERYBODY) -> None:
+        """Raises if a rank is known to be dead, or if one that is awaited has ended the group."""

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cputrain.distributed import failures
+from cputrain.distributed import communication_cpus, failures
 from cputrain.distributed.engines import Engine, Watch
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
@@ -26,11 +26,12 @@ class GlooEngine(Engine):
 
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, watch: Watch) -> None:
         options = dist.ProcessGroupGloo._Options()
-        # By address, of the route to the master: a host's own name may mean another network, or nothing.
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
         options._threads = 2
         options._timeout = timeout
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
+        with communication_cpus.threads_start_there():
+            # By address, of the route to the master: a host's own name may mean another network, or nothing.
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            self._gloo = dist.ProcessGroupGloo(store, rank, size, options)
         self._rank, self._size, self._watch = rank, size, watch
         self._aborted = False
         self._pending: list[Any] = []
@@ -109,9 +110,7 @@ class GlooEngine(Engine):
             if failed:
                 raise failures.PeerDied(f"a connection between the machines failed: {error}") from None
             if time.monotonic() > end:
-                raise failures.PeerLate(
-                    f"another machine is late: waited {timeout:g} s (ddp_timeout) for its ranks."
-                ) from None
+                raise failures.late_elsewhere(timeout) from None
         except failures.CollectiveError:
             self._pending.append(kept)
             raise

@@ -1,0 +1,189 @@
+"""MPI as the engine between machines: Intel MPI, MPICH or Open MPI, through mpi4py."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+
+from cputrain.distributed import failures
+from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Watch, mpi_library
+from cputrain.distributed.engines.waiting import Waiter
+
+# MPI before version 4 counts with 32 bits.
+_PIECE = 2**30
+# Collectives and messages are told apart by their tags.
+_COLLECTIVE, _FIRST_MESSAGE = 0, 1
+
+
+class MpiEngine(Engine):
+    """Everything is started without waiting and then asked for: MPI's own waits burn a core and know no timeout.
+
+    Ranks exchange directly, in one round. Trees and rings of MPI's nonblocking collectives would move only whenever
+    this rank asks for them.
+    """
+
+    name = "mpi"
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, watch: Watch) -> None:
+        self._rank, self._size, self._waiter = rank, size, Waiter(watch)
+        self._mpi, numbers = _meet(store, rank, size, timeout)
+        with mpi_library.lock:
+            group = self._mpi.COMM_WORLD.Get_group().Incl(numbers)
+            self._world = self._mpi.COMM_WORLD.Create_group(group)
+            group.Free()
+            self._highest_tag = self._world.Get_attr(self._mpi.TAG_UB) - _FIRST_MESSAGE
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+        requests: list[Any] = []
+        with mpi_library.lock:
+            # Empty ones too, so that a rank which sends nothing where something is awaited is found out.
+            for peer in self._others():
+                requests += self._each(self._world.Irecv, outputs[peer], peer, _COLLECTIVE)
+            for peer in self._others():
+                requests += self._each(self._world.Isend, inputs[peer], peer, _COLLECTIVE)
+        outputs[self._rank].copy_(inputs[self._rank])
+        sizes = [piece.numel() for peer in self._others() for piece in _pieces(outputs[peer])]
+        moved = sum(t.numel() for t in (*outputs, *inputs))
+        self._finish(requests, moved, timeout, (outputs, inputs), received=sizes)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        self.all_to_all(outputs, [tensor] * self._size, timeout)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
+        with mpi_library.lock:
+            requests = [self._world.Ibcast(self._buffer(piece), root) for piece in _pieces(tensor)]
+        self._finish(requests, tensor.numel(), timeout, tensor)
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
+        with mpi_library.lock:
+            requests = self._each(self._world.Isend, tensor, peer, self._tag(tag))
+        self._finish(requests, tensor.numel(), timeout, tensor, peer)
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        """A message is looked at before it is taken: its size may be another one."""
+        status, found = self._mpi.Status(), []
+        source = self._mpi.ANY_SOURCE if peer is None else peer
+
+        def arrived() -> bool:
+            with mpi_library.lock:
+                message = self._world.Improbe(source, self._tag(tag), status)
+            found.append(message)
+            return message is not None
+
+        self._waiter.wait(arrived, 0, timeout, None, NOBODY if peer is None else peer)
+        sender, size = status.Get_source(), status.Get_count(self._mpi.BYTE)
+        expected = min(tensor.numel(), _PIECE)
+        if size != expected:
+            raise failures.different_message(sender, size, expected)
+        with mpi_library.lock:
+            first, *rest = _pieces(tensor)
+            requests = [found[-1].Irecv(self._buffer(first))]
+            requests += [self._world.Irecv(self._buffer(piece), sender, self._tag(tag)) for piece in rest]
+        self._finish(requests, tensor.numel(), timeout, tensor, sender)
+        return sender
+
+    def abort(self) -> None:
+        self._waiter.aborted = True
+
+    def close(self, broken: bool) -> None:
+        if broken or self._waiter.pending:
+            _abandoned.append((self._world, self._waiter))
+            _do_not_finalise()
+        else:
+            with mpi_library.lock:
+                self._world.Free()
+
+    def _others(self) -> list[int]:
+        """Every rank begins with another one."""
+        return [(self._rank + step) % self._size for step in range(1, self._size)]
+
+    def _each(self, start: Callable[..., Any], tensor: Tensor, peer: int, tag: int) -> list[Any]:
+        return [start(self._buffer(piece), peer, tag) for piece in _pieces(tensor)]
+
+    def _buffer(self, tensor: Tensor) -> Any:
+        return [self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.numel()), self._mpi.BYTE]
+
+    def _tag(self, tag: int) -> int:
+        if not 0 <= tag <= self._highest_tag:
+            raise ValueError(f"tags of this MPI go from 0 to {self._highest_tag}, found {tag}.")
+        return tag + _FIRST_MESSAGE
+
+    def _finish(
+        self,
+        requests: list[Any],
+        size: int,
+        timeout: float,
+        kept: Any,
+        awaited: int = EVERYBODY,
+        received: Sequence[int] = (),
+    ) -> None:
+        """`received`: what the first requests must have brought."""
+        statuses = [self._mpi.Status() for _ in requests]
+
+        def done() -> bool:
+            with mpi_library.lock:
+                return self._mpi.Request.Testall(requests, statuses)
+
+        try:
+            self._waiter.wait(done, size, timeout, (requests, kept), awaited)
+        except self._mpi.Exception as error:
+            raise self._failure(error) from None
+        for status, expected in zip(statuses, received, strict=False):
+            if status.Get_count(self._mpi.BYTE) != expected:
+                raise _different_parts(f"{status.Get_count(self._mpi.BYTE):,} bytes came, {expected:,} were awaited")
+
+    def _failure(self, error: Any) -> failures.CollectiveError:
+        truncated = (self._mpi.ERR_TRUNCATE, self._mpi.ERR_IN_STATUS)
+        if error.Get_error_class() in truncated:
+            return _different_parts(error.Get_error_string())
+        return failures.PeerDied(f"MPI failed between the machines: {error.Get_error_string()}")
+
+
+def _pieces(tensor: Tensor) -> list[Tensor]:
+    """At least one, which may be empty."""
+    return [tensor[begin : begin + _PIECE] for begin in range(0, max(tensor.numel(), 1), _PIECE)]
+
+
+def _different_parts(found: str) -> failures.CollectivesDiffer:
+    return failures.CollectivesDiffer(
+        f"the ranks called different collectives: {found}; the sizes of parts must be the same on all ranks."
+    )
+
+
+# Communicators and buffers of groups that failed: MPI may still write to them.
+_abandoned: list[Any] = []
+
+
+def _do_not_finalise() -> None:
+    """MPI_Finalize would wait for ever for a rank that is gone: at its end this rank ends all others instead."""
+    from mpi4py.run import set_abort_status
+
+    set_abort_status(1)
+
+
+def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[Any, list[int]]:
+    """MPI, and the numbers that the group's ranks have in its world. If one has no MPI, all say so."""
+    mpi: Any = None
+    try:
+        mpi = mpi_library.load()
+        said = f"{mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size}"
+    except ValueError as error:
+        said = f"! {error}"
+    store.set(f"mpi/{rank}", said)
+    store.wait([f"mpi/{other}" for other in range(size)], timeout)
+    answers = [store.get(f"mpi/{other}").decode() for other in range(size)]
+    for other, answer in enumerate(answers):
+        if answer.startswith("!"):
+            raise ValueError(f"CPUTRAIN_CCL_TRANSPORT=mpi, but on rank {other}: {answer[2:]}")
+    numbers = [int(answer.split()[0]) for answer in answers]
+    if len(set(numbers)) < size:
+        library = mpi.Get_library_version().split("\n")[0].strip("\0 ")
+        raise ValueError(
+            f"CPUTRAIN_CCL_TRANSPORT=mpi, but MPI ({library}) sees a world of {mpi.COMM_WORLD.size} for a group of "
+            f"{size}: start the ranks with that MPI's mpirun (cputrain launch --engine mpi), or use gloo."
+        )
+    return mpi, numbers

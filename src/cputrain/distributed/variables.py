@@ -1,0 +1,29 @@
+"""Variables that are oneCCL's in the guides, and what becomes of them here."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+
+from cputrain.distributed import communication_cpus
+
+logger = logging.getLogger("cputrain")
+
+
+def say_what_has_no_effect(transport: str, environ: Mapping[str, str]) -> None:
+    """One line each, once: a setting that does nothing must not look as if it did."""
+    if "oneccl" in transport:
+        return
+    if environ.get("CCL_ATL_TRANSPORT"):
+        _say_once(f"CCL_ATL_TRANSPORT has no effect: it is oneCCL's, and {transport} carries the data")
+    if environ.get("CCL_WORKER_COUNT") and not environ.get(communication_cpus.VARIABLE):
+        _say_once(
+            "CCL_WORKER_COUNT has no effect: cores are kept free for communication by `cputrain run` and "
+            "`cputrain launch`, which did not do it here"
+        )
+
+
+@functools.cache
+def _say_once(text: str) -> None:
+    logger.info(text)
