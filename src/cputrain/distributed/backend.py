@@ -28,7 +28,7 @@ logger = logging.getLogger("cputrain")
 
 TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
 # What can carry data between machines, and where it is made. Loaded when it is used: each needs packages of its own.
-ENGINES = {"gloo": ("gloo", "GlooEngine"), "mpi": ("mpi", "MpiEngine")}
+ENGINES = {"gloo": ("gloo", "GlooEngine"), "mpi": ("mpi", "MpiEngine"), "oneccl": ("oneccl", "OneCclEngine")}
 TRANSPORTS = ("auto", "shm", *ENGINES)
 
 # How often this process has made a group of each name: a store may outlive a group of the same name.

@@ -8,6 +8,7 @@ as its bytes take, and whoever waits longer than that waits for somebody who com
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,6 +21,21 @@ _BEGIN, _PER_BYTE = 200e-6, 4e-9
 _SHORTEST, _LONGEST = 50e-6, 2e-3
 # How often it is looked who is still there.
 _LOOK = 0.2
+
+
+class Pace:
+    """How long to rest between two looks: not at all while so many bytes may be on their way, then ever longer."""
+
+    def __init__(self, size: int) -> None:
+        self._full_speed = time.monotonic() + _BEGIN + size * _PER_BYTE
+        self._pause = _SHORTEST
+
+    def rest(self) -> None:
+        if time.monotonic() < self._full_speed:
+            os.sched_yield()  # to the peer, if there are more ranks than cores
+            return
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST)
 
 
 @dataclass
@@ -42,18 +58,23 @@ class Waiter:
             raise
 
     def _wait(self, done: Callable[[], bool], size: int, timeout: float, awaited: int) -> None:
-        began = time.monotonic()
-        full_speed, next_look, pause = began + _BEGIN + size * _PER_BYTE, began + _LOOK, _SHORTEST
+        began, pace = time.monotonic(), Pace(size)
+        next_look = began + _LOOK
         while not done():
-            now = time.monotonic()
-            if now >= next_look:
+            if time.monotonic() >= next_look:
                 self._look_around(began, timeout, awaited)
-                next_look = now + _LOOK
-            if now < full_speed:
-                os.sched_yield()  # to the peer, if there are more ranks than cores
-            else:
-                time.sleep(pause)
-                pause = min(2 * pause, _LONGEST)
+                next_look = time.monotonic() + _LOOK
+            pace.rest()
+
+    def sleep(self, finished: threading.Event, timeout: float, kept: object = None) -> None:
+        """The same for what another thread does."""
+        began = time.monotonic()
+        try:
+            while not finished.wait(_LOOK):
+                self._look_around(began, timeout, EVERYBODY)
+        except BaseException:
+            self.pending.append(kept)
+            raise
 
     def _look_around(self, began: float, timeout: float, awaited: int) -> None:
         if self.aborted:

@@ -1,0 +1,234 @@
+"""The real oneCCL as the engine between machines."""
+
+from __future__ import annotations
+
+import ctypes
+import queue
+import threading
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cputrain.distributed import communication_cpus, failures, native_calls
+from cputrain.distributed.engines import Engine, Watch, oneccl_library
+from cputrain.distributed.engines.gloo import GlooEngine
+from cputrain.distributed.engines.waiting import Pace, Waiter
+
+# oneCCL's numbers.
+_DTYPES = {
+    torch.int8: 0,
+    torch.uint8: 1,
+    torch.int16: 2,
+    torch.int32: 4,
+    torch.int64: 6,
+    torch.float16: 8,
+    torch.float32: 9,
+    torch.float64: 10,
+    torch.bfloat16: 11,
+}
+_SUM = 0
+# Nanoseconds at full speed before anything else is looked at.
+_STRETCH = 500_000
+
+
+class OneCclEngine(Engine):
+    """Collectives are oneCCL's; messages are gloo's, because oneCCL's have no tags and can't come from anybody."""
+
+    name = "oneccl"
+
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, watch: Watch) -> None:
+        self._size, self._waiter = size, Waiter(watch)
+        self._messages = GlooEngine(dist.PrefixStore("messages", store), rank, size, address, timeout, watch)
+        self._thread = _meet(store, rank, size, address, timeout)
+        self._group = self._join(store, rank, timeout)
+
+    def _join(self, store: dist.Store, rank: int, timeout: timedelta) -> int:
+        address = ctypes.create_string_buffer(oneccl_library.ADDRESS_BYTES)
+        if rank > 0:
+            store.wait(["address"], timeout)
+            address.raw = bytes.fromhex(store.get("address").decode())
+        group = self._thread.call("meet", address, int(rank == 0))
+        if rank == 0:
+            store.set("address", address.raw.hex())
+        self._thread.call("join", group, self._size, rank)
+        return group
+
+    def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> bool:
+        """Sums only: oneCCL's maximum forgets NaN. 16-bit floats only of two: of more it rounds every partial sum."""
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        number = _DTYPES.get(tensor.dtype)
+        if reduction != native_calls.SUM or number is None or (half and self._size > 2):
+            return False
+        if tensor.numel():
+            self._run(tensor.nbytes, timeout, tensor, "all_reduce", tensor.data_ptr(), tensor.numel(), number, _SUM)
+        return True
+
+    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+        """Parts lie behind one another."""
+        sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
+        source, target = torch.cat([*inputs, _END]), torch.empty(sum(received) + 1, dtype=torch.uint8)
+        counts = _sizes(sent), _sizes(received)
+        where = source.data_ptr(), counts[0], target.data_ptr(), counts[1], self._size
+        self._run(sum(sent) + sum(received), timeout, (source, target, counts), "all_to_all", *where)
+        for output, part in zip(outputs, target[:-1].split(received), strict=True):
+            output.copy_(part)
+
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        received = [output.numel() for output in outputs]
+        if not sum(received):
+            return
+        target, counts = torch.empty(sum(received), dtype=torch.uint8), _sizes(received)
+        where = tensor.data_ptr(), tensor.numel(), target.data_ptr(), counts, self._size
+        self._run(sum(received), timeout, (tensor, target, counts), "all_gather", *where)
+        for output, part in zip(outputs, target.split(received), strict=True):
+            output.copy_(part)
+
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
+        if tensor.numel():
+            self._run(tensor.numel(), timeout, tensor, "broadcast", tensor.data_ptr(), tensor.numel(), root)
+
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
+        self._messages.send(tensor, peer, tag, timeout)
+
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        return self._messages.receive(tensor, peer, tag, timeout)
+
+    def abort(self) -> None:
+        self._waiter.aborted = True
+        self._messages.abort()
+
+    def close(self, broken: bool) -> None:
+        self._messages.close(broken)
+        if broken or self._waiter.pending:
+            _abandoned.append(self._waiter)
+        else:
+            self._thread.call("leave", self._group)
+
+    def _run(self, size: int, timeout: float, kept: Any, name: str, *arguments: Any) -> None:
+        started = self._thread.start(size, name, self._group, *arguments)
+        self._waiter.sleep(started.finished, timeout, (started, kept))
+        if started.error:
+            raise failures.PeerDied(f"oneCCL failed between the machines: {started.error}")
+
+
+_END = torch.zeros(1, dtype=torch.uint8)  # an empty tensor has no address
+# What oneCCL may still write to, of groups that failed.
+_abandoned: list[Any] = []
+
+
+def _sizes(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
+    return (ctypes.c_int64 * len(values))(*values)
+
+
+class _Started:
+    """A collective that the thread was given."""
+
+    def __init__(self, size: int, name: str, arguments: tuple[Any, ...]) -> None:
+        self.size, self.name, self.arguments = size, name, arguments
+        self.finished, self.answer, self.error = threading.Event(), 0, ""
+
+    def finish(self) -> None:
+        self.finished.set()
+
+
+class _EngineThread:
+    """The one thread of this process that calls oneCCL: it starts what it is given, and asks until it is done."""
+
+    _only: _EngineThread | None = None
+
+    @classmethod
+    def of_this_process(cls, address: str) -> _EngineThread:
+        if cls._only is None:
+            cls._only = cls(address)
+        return cls._only
+
+    def __init__(self, address: str) -> None:
+        self._queue: queue.SimpleQueue[_Started] = queue.SimpleQueue()
+        self._running: list[_Started] = []
+        self._address, self._ready, self._failure = address, threading.Event(), ""
+        threading.Thread(target=self._serve, name="cputrain-oneccl", daemon=True).start()
+        self._ready.wait()
+        if self._failure:
+            raise ValueError(self._failure)
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """What ends by itself: its answer."""
+        asked = self.start(0, name, *arguments)
+        asked.finished.wait()
+        if asked.error:
+            raise ValueError(f"oneCCL failed: {asked.error}")
+        return asked.answer
+
+    def start(self, size: int, name: str, *arguments: Any) -> _Started:
+        started = _Started(size, name, arguments)
+        self._queue.put(started)
+        return started
+
+    def _serve(self) -> None:
+        communication_cpus.move_there()
+        try:
+            self._library: Any = oneccl_library.Library(self._address)
+        except (ValueError, OSError) as error:
+            self._failure = str(error)
+            return
+        finally:
+            self._ready.set()
+        while True:
+            self._begin(self._queue.get())
+            self._until_done()
+
+    def _begin(self, item: _Started) -> None:
+        item.answer = getattr(self._library, item.name)(*item.arguments) or 0
+        failed = item.answer in (0, -1) if item.name not in ("join", "leave") else item.answer < 0
+        if failed:
+            item.error = self._library.error().decode(errors="replace") or "no reason given"
+        if failed or item.name in ("meet", "join", "leave"):
+            item.finish()
+        else:
+            self._running.append(item)
+
+    def _until_done(self) -> None:
+        pace = self._pace()
+        while self._running:
+            count = len(self._running)
+            self._running = [item for item in self._running if not self._is_done(item)]
+            changed = len(self._running) < count or not self._queue.empty()
+            while not self._queue.empty():
+                self._begin(self._queue.get())
+            if changed:
+                pace = self._pace()
+            elif self._running:
+                pace.rest()
+
+    def _pace(self) -> Pace:
+        return Pace(sum(item.size for item in self._running))
+
+    def _is_done(self, item: _Started) -> bool:
+        answer = self._library.done(item.answer, _STRETCH)
+        if answer < 0:
+            item.error = self._library.error().decode(errors="replace") or "no reason given"
+        if answer:
+            item.finish()
+        return bool(answer)
+
+
+def _meet(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> _EngineThread:
+    """The thread, if every rank has one; else all say why."""
+    thread: _EngineThread | None = None
+    said = "here"
+    try:
+        thread = _EngineThread.of_this_process(address)
+    except ValueError as error:
+        said = f"! {error}"
+    store.set(f"oneccl/{rank}", said)
+    store.wait([f"oneccl/{other}" for other in range(size)], timeout)
+    for other in range(size):
+        answer = store.get(f"oneccl/{other}").decode()
+        if answer.startswith("!"):
+            raise ValueError(f"CPUTRAIN_CCL_TRANSPORT=oneccl, but on rank {other}: {answer[2:]}")
+    assert thread is not None
+    return thread

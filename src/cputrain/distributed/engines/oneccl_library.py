@@ -1,0 +1,103 @@
+"""Intel oneCCL as pip installed it: found, set up, and reached through a small library of ours (csrc/oneccl).
+
+That library is compiled on its first use, with the header from oneCCL's own package. Compiled with cputrain it would
+need oneCCL wherever cputrain is built; written without the header it would have to know the insides of C++ classes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import MutableMapping
+from pathlib import Path
+
+import psutil
+
+from cputrain.distributed import communication_cpus
+from cputrain.distributed.engines import compiled, mpi_library
+
+ADDRESS_BYTES = 256
+_INSTALL = 'pip install "cputrain[oneccl]"'
+_SOURCE = Path(__file__).parents[2] / "lib" / "oneccl_bridge.cpp"
+_pointer, _number = ctypes.c_void_p, ctypes.c_int64
+_FUNCTIONS = {
+    "meet": (_pointer, [ctypes.c_char_p, _number]),
+    "join": (_number, [_pointer, _number, _number]),
+    "leave": (_number, [_pointer]),
+    "all_reduce": (_pointer, [_pointer, _pointer, _number, _number, _number]),
+    "all_gather": (_pointer, [_pointer, _pointer, _number, _pointer, _pointer, _number]),
+    "all_to_all": (_pointer, [_pointer, _pointer, _pointer, _pointer, _pointer, _number]),
+    "broadcast": (_pointer, [_pointer, _pointer, _number, _number]),
+    "done": (_number, [_pointer, _number]),
+    "error": (ctypes.c_char_p, []),
+}
+
+
+class Library:
+    """Its functions without their common prefix. One thread calls them all."""
+
+    def __init__(self, address: str) -> None:
+        self.settings = settings(os.environ, address)
+        for name, value in self.settings.items():
+            os.environ.setdefault(name, value)
+        prefix = _prefix()
+        arguments = [f"-I{prefix}/include", f"-L{prefix}/lib/ccl/cpu/lib", "-l:libccl.so.1"]
+        arguments += [f"-Wl,-rpath,{prefix}/lib/ccl/cpu/lib", "-fvisibility=hidden"]
+        path = compiled.library("libcputrain_oneccl.so", _SOURCE.read_text(), arguments, "oneCCL's transport")
+        library = ctypes.CDLL(str(path))
+        for name, (result, parameters) in _FUNCTIONS.items():
+            function = getattr(library, f"cputrain_oneccl_{name}")
+            function.restype, function.argtypes = result, parameters
+            setattr(self, name, function)
+
+
+def _prefix() -> Path:
+    """Where pip put it: beside this Python. Another one may be named as CCL_ROOT, as Intel's own installers do."""
+    for prefix in map(Path, filter(None, [sys.prefix, os.environ.get("CCL_ROOT")])):
+        if (prefix / "lib/ccl/cpu/lib/libccl.so.1").exists() and (prefix / "include/oneapi/ccl.hpp").exists():
+            return prefix
+    raise ValueError(f"oneCCL is not installed beside this Python ({sys.prefix}): {_INSTALL}.")
+
+
+def settings(environ: MutableMapping[str, str], address: str) -> dict[str, str]:
+    """What oneCCL is told, unless the user has set it; its own defaults hang or are several times as slow."""
+    mpi = _mpi_root(environ)
+    found = {"CCL_ALLREDUCE": "nreduce", "CCL_LOG_LEVEL": "error", **_workers()}
+    if mpi is not None:
+        found |= {
+            "I_MPI_ROOT": str(mpi),
+            "CCL_MPI_LIBRARY_PATH": f"{mpi}/lib/libmpi.so.12",
+            "CCL_OFI_LIBRARY_PATH": f"{mpi}/lib/libfabric.so.1",
+            "FI_PROVIDER_PATH": f"{mpi}/lib",
+        }
+    starter = mpi_library.started_by(environ)
+    if starter in ("Intel", "MPICH") and mpi is not None:
+        return {**found, "CCL_ATL_TRANSPORT": "mpi"}
+    interface = _interface(address)
+    found |= {"CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_ATL_SHM": "1"}
+    return found | ({"CCL_KVS_IFACE": interface, "FI_TCP_IFACE": interface} if interface else {})
+
+
+def _workers() -> dict[str, str]:
+    """A worker of oneCCL burns its core. Without a core kept for it, who waits does the work."""
+    kept = sorted(communication_cpus.cpus())
+    if not kept:
+        return {"CCL_WORKER_OFFLOAD": "0"}
+    return {"CCL_WORKER_COUNT": str(len(kept)), "CCL_WORKER_AFFINITY": ",".join(map(str, kept))}
+
+
+def _mpi_root(environ: MutableMapping[str, str]) -> Path | None:
+    """Intel MPI, which also has the libfabric that oneCCL needs without MPI."""
+    for root in map(Path, filter(None, [environ.get("I_MPI_ROOT"), sys.prefix])):
+        if (root / "lib/libmpi.so.12").exists():
+            return root
+    return None
+
+
+def _interface(address: str) -> str | None:
+    """The name of the network interface that has this address."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address == address for one in addresses):
+            return name
+    return None

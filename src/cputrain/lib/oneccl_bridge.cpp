@@ -1,0 +1,132 @@
+// Intel oneCCL behind a plain C interface: it exports C++ only, and Python can't call that.
+//
+// This is not a part of libcputrain_native. It is compiled on its first use, with the header that
+// oneCCL's own package brings (engines/oneccl_library.py): so cputrain builds where there is no
+// oneCCL, and header and library always fit.
+//
+// Everything here is called by one thread: oneCCL crashes or hangs with more.
+
+#include <sched.h>
+
+#include <chrono>
+#include <cstdint>
+#include <cstring>
+#include <exception>
+#include <memory>
+#include <oneapi/ccl.hpp>
+#include <string>
+#include <vector>
+
+#define API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+struct Group {
+  std::shared_ptr<ccl::kvs> store;
+  std::unique_ptr<ccl::communicator> ranks;
+};
+
+std::string last_error;
+
+// No exception may cross the C interface: the answer is then `failed`, and cputrain_oneccl_error
+// says why.
+template <class Answer, class Call>
+Answer guarded(Answer failed, Call call) {
+  try {
+    return call();
+  } catch (const std::exception& error) {
+    last_error = error.what();
+  } catch (...) {
+    last_error = "unknown error";
+  }
+  return failed;
+}
+
+ccl::event* kept(ccl::event event) { return new ccl::event(std::move(event)); }
+
+std::vector<size_t> sizes(const int64_t* values, int64_t count) {
+  return std::vector<size_t>(values, values + count);
+}
+
+}  // namespace
+
+API const char* cputrain_oneccl_error() { return last_error.c_str(); }
+
+// The first rank makes the meeting place, and writes its 256 bytes of address; the others are given
+// them.
+API Group* cputrain_oneccl_meet(char* address, int64_t first) {
+  return guarded<Group*>(nullptr, [&] {
+    ccl::init();
+    auto group = std::make_unique<Group>();
+    ccl::kvs::address_type place;
+    if (first) {
+      group->store = ccl::create_main_kvs();
+      place = group->store->get_address();
+      std::memcpy(address, place.data(), place.size());
+    } else {
+      std::memcpy(place.data(), address, place.size());
+      group->store = ccl::create_kvs(place);
+    }
+    return group.release();
+  });
+}
+
+API int64_t cputrain_oneccl_join(Group* group, int64_t size, int64_t rank) {
+  return guarded<int64_t>(-1, [&] {
+    group->ranks = std::make_unique<ccl::communicator>(
+        ccl::create_communicator(static_cast<int>(size), static_cast<int>(rank), group->store));
+    return int64_t{0};
+  });
+}
+
+API int64_t cputrain_oneccl_leave(Group* group) {
+  return guarded<int64_t>(-1, [&] {
+    delete group;
+    return int64_t{0};
+  });
+}
+
+API ccl::event* cputrain_oneccl_all_reduce(Group* group, void* data, int64_t count, int64_t dtype,
+                                           int64_t reduction) {
+  return guarded<ccl::event*>(nullptr, [&] {
+    return kept(ccl::allreduce(data, data, count, static_cast<ccl::datatype>(dtype),
+                               static_cast<ccl::reduction>(reduction), *group->ranks));
+  });
+}
+
+API ccl::event* cputrain_oneccl_all_gather(Group* group, const void* source, int64_t size,
+                                           void* target, const int64_t* received, int64_t ranks) {
+  return guarded<ccl::event*>(nullptr, [&] {
+    return kept(ccl::allgatherv(source, size, target, sizes(received, ranks), ccl::datatype::uint8,
+                                *group->ranks));
+  });
+}
+
+API ccl::event* cputrain_oneccl_all_to_all(Group* group, const void* source, const int64_t* sent,
+                                           void* target, const int64_t* received, int64_t ranks) {
+  return guarded<ccl::event*>(nullptr, [&] {
+    return kept(ccl::alltoallv(source, sizes(sent, ranks), target, sizes(received, ranks),
+                               ccl::datatype::uint8, *group->ranks));
+  });
+}
+
+API ccl::event* cputrain_oneccl_broadcast(Group* group, void* data, int64_t size, int64_t root) {
+  return guarded<ccl::event*>(nullptr, [&] {
+    return kept(
+        ccl::broadcast(data, size, ccl::datatype::uint8, static_cast<int>(root), *group->ranks));
+  });
+}
+
+// 1: done; 0: not within so many nanoseconds; -1: failed. Asking is what moves the data if oneCCL
+// has no worker.
+API int64_t cputrain_oneccl_done(ccl::event* event, int64_t nanoseconds) {
+  return guarded<int64_t>(-1, [&] {
+    auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(nanoseconds);
+    while (!event->test()) {
+      if (std::chrono::steady_clock::now() >= end) return int64_t{0};
+      sched_yield();
+    }
+    delete event;
+    return int64_t{1};
+  });
+}
