@@ -54,8 +54,6 @@ def grid() -> Iterator[Job]:
     for kind, workers, cpus, volume, script, extras in itertools.product(
         KINDS.values(), (1, 4), ("1", "8", "200"), VOLUMES, scripts, ({}, EXTRAS)
     ):
-        if kind.get("elastic"):
-            extras = {key: value for key, value in extras.items() if key != "launch_options"}
         yield Job("qa", "r.example/qa:1", script[0], workers=workers, cpus=cpus, volume=volume, script_text=script[1],
                   **{**extras, **kind})  # fmt: skip
 

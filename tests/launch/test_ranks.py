@@ -95,7 +95,9 @@ def test_nodes(environ, node) -> None:
         ({**TORCHRUN, "RANK": "4"}, r"rank 4 can't be among 4"),
         ({**TORCHRUN, "WORLD_SIZE": "four"}, r"WORLD_SIZE must be a whole number, found 'four'"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"none of MPI_LOCALRANKID, SLURM_LOCALID"),
-        ({"PET_NNODES": "1:4"}, r"PET_NNODES is '1:4': a training has a fixed number of machines"),
+        ({"PET_NNODES": "4:1"}, r"PET_NNODES is '4:1': write a number of machines, N, or the least and the most, N:M"),
+        ({"PET_NNODES": "0"}, r"PET_NNODES is '0'"),
+        ({"PET_NNODES": "few"}, r"PET_NNODES is 'few'"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, r"machine 2 can't be among 2"),
     ],
 )

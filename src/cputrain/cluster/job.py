@@ -120,8 +120,6 @@ def _check_kind(job: Job) -> None:
         raise ValueError(f"the kind must be {', '.join(KINDS)} or auto, found {job.kind!r}.")
     if job.elastic and job.kind != "pytorchjob":
         raise ValueError(f"a {job.kind} can't change its size: --elastic needs --kind pytorchjob.")
-    if job.elastic and job.launch_options:
-        raise ValueError(f"{job.launch_options[0]} is for `cputrain launch`, and an elastic job runs by torchrun.")
     if job.mpi not in MPI:
         raise ValueError(f"the MPI must be one of {', '.join(MPI)}, found {job.mpi!r}.")
     if job.pull_policy not in PULL_POLICIES:

@@ -33,11 +33,8 @@ def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
 
 
 def command(job: Job) -> list[str]:
-    """`cputrain launch` reads what the operator sets, and starts the right number of processes.
-
-    A training whose size changes is torchrun's own: `launch` takes a fixed number of machines.
-    """
-    return ["torchrun", "-m", "cputrain", "run"] if job.elastic else ["cputrain", "launch"]
+    """`cputrain launch` reads what the operator sets, and starts the right number of processes."""
+    return ["cputrain", "launch"]
 
 
 def arguments(job: Job) -> list[str]:
@@ -61,10 +58,6 @@ def variables(job: Job) -> list[Any]:
     ]
     if sizing.communication:
         made.append(("CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"))
-    if job.kind == "pytorchjob":
-        # torch 2.13's agents keep the first round's address to themselves, and a new one asks for it in vain.
-        why = "else a worker that comes back waits for ever for the others' address"
-        made.append(("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1", why))
     if job.volume:
         # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
         made.append(("HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"))

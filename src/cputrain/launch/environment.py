@@ -45,9 +45,9 @@ def of_training(
     return added, warnings
 
 
-def of_several(size: int) -> dict[str, str]:
+def of_several(size: int, most: int | None = None) -> dict[str, str]:
     """What tells a rank that it is not alone: with another number, or another cputrain, it ends at once."""
-    return {join.EXPECTED: str(size), join.VERSION: __version__}
+    return {join.EXPECTED: f"{size}:{most}" if most and most != size else str(size), join.VERSION: __version__}
 
 
 def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -57,7 +57,7 @@ def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
         )
     if found.rank is None:
         raise ValueError(
-            f"this is one of {found.machines} machines, but nobody says which ({found.reason}): "
+            f"this is one of {found.most} machines, but nobody says which ({found.reason}): "
             "write cputrain launch in place of cputrain run."
         )
     return ranks.Place(found.rank, found.machines, 0, 1, "environment", found.reason)
@@ -70,9 +70,13 @@ def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) ->
             "install the same version on both."
         )
     expected = environ.get(EXPECTED)
-    if expected and int(expected) != (place.size if place else 1):
+    if not expected:
+        return
+    least, _, most = expected.partition(":")
+    if not int(least) <= (place.size if place else 1) <= int(most or least):
         found = f"{place.size} ({place.reason})" if place else "none: nobody numbered this process"
-        raise ValueError(f"{expected} ranks were asked for, found {found}; is it another MPI's mpirun?")
+        asked = f"{least} to {most}" if most else least
+        raise ValueError(f"{asked} ranks were asked for, found {found}; is it another MPI's mpirun?")
 
 
 def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:

@@ -14,7 +14,7 @@ import socket
 import sys
 import threading
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cputrain import __version__
@@ -24,21 +24,34 @@ from cputrain.launch.output import Output, standard_streams
 
 @dataclass(frozen=True)
 class Order:
-    """What a machine is to run. `backend` is torchrun's rendezvous: static, or c10d, where nodes number themselves."""
+    """What a machine is to run. `backend` is torchrun's rendezvous: static, or c10d, where nodes number themselves.
+
+    Training starts with `machines` of them, and more may join while it runs, up to `most` if that is set.
+    """
 
     program: tuple[str, ...]
     folder: str
     environment: Mapping[str, str]
     processes: int
     machines: int = 1
+    most: int | None = None
     machine: int = 0
     backend: str = "c10d"
     endpoint: str = f"{rendezvous.LOCAL}:0"
     run_id: str = "none"
+    meeting: Mapping[str, Any] = field(default_factory=dict)  # the rendezvous' own settings: timeouts
     max_restarts: int = 0
     log_dir: str | None = None
     bars: bool = False
     version: str = __version__
+
+    @property
+    def most_machines(self) -> int:
+        return self.most or self.machines
+
+    @property
+    def is_fixed(self) -> bool:
+        return self.most_machines == self.machines
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -56,68 +69,40 @@ def from_json(line: str) -> Order:
 
 
 def run(order: Order) -> int:
-    """Starts the ranks and waits for them; the exit code is the one of the rank that failed first."""
+    """Starts the ranks and waits for those of all machines; the exit code is the one of the rank that failed first."""
     if order.backend == "static" and order.machines > 1:
         roll_call.hold(order.endpoint, order.machine, order.machines, {**os.environ, **order.environment})
     _quiet_agent()
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+
+    from cputrain.launch import agent
 
     processes.adopt_orphans()
     os.environ.update(order.environment)
     os.environ["CPUTRAIN_PARENT"] = str(os.getpid())
     os.chdir(order.folder)
     output = Output(order.log_dir, order.bars)
-    host, _, _ = order.endpoint.rpartition(":")
-    config = LaunchConfig(
-        min_nodes=order.machines,
-        max_nodes=order.machines,
-        nproc_per_node=order.processes,
-        logs_specs=_logs(output),
-        run_id=order.run_id,
-        role="rank",
-        rdzv_endpoint=order.endpoint,
-        rdzv_backend=order.backend,
-        rdzv_configs={"rank": order.machine, "timeout": 600} if order.backend == "static" else {},
-        max_restarts=order.max_restarts,
-        local_addr=rendezvous.address_towards(host.strip("[]")),
-    )
     try:
-        return _watched(lambda: elastic_launch(config, sys.executable)(*rank_arguments(order.program)), order)
+        failure = agent.train(order, _logs(output), rank_arguments(order.program))
+    except SignalException as error:
+        return 128 + int(error.sigval)
+    except (DistError, RendezvousError, TimeoutError) as error:
+        raise ValueError(_no_meeting(order, error)) from None
     finally:
         processes.end_descendants()
         output.close()
+    if failure is None:
+        return 0
+    where = f"; its output is in {order.log_dir}" if order.log_dir else ""
+    print(f"cputrain: {failure.sentence}{where}.", file=sys.stderr)
+    return failure.code
 
 
 def rank_arguments(program: tuple[str, ...]) -> list[str]:
     """After the interpreter. Unbuffered: what a rank printed before it died must be seen."""
     return ["-u", "-m", "cputrain", "run", *program]
-
-
-def _watched(start: Any, order: Order) -> int:
-    from torch.distributed import DistNetworkError, DistStoreError
-    from torch.distributed.elastic.multiprocessing.api import SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.elastic.rendezvous.api import RendezvousError
-
-    try:
-        start()
-    except ChildFailedError as error:
-        rank, failure = error.get_first_failure()
-        where = f"; its output is in {order.log_dir}" if order.log_dir else ""
-        code = processes.exit_code(failure.exitcode)
-        print(f"cputrain: rank {rank} on {socket.gethostname()} {_ending(failure.exitcode)}{where}.", file=sys.stderr)
-        return code or 1
-    except SignalException as error:
-        return 128 + int(error.sigval)
-    except (DistNetworkError, DistStoreError, RendezvousError, TimeoutError) as error:
-        raise ValueError(_no_meeting(order, error)) from None
-    return 0
-
-
-def _ending(code: int) -> str:
-    if code < 0:
-        return f"was ended by {signal.Signals(-code).name}"
-    return f"failed with exit code {code}"
 
 
 def _no_meeting(order: Order, error: Exception) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cputrain.launch import environment, hostfile, join, mpi, mpirun, node, ssh
+from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, ssh
 from cputrain.launch.config import PORT, Config
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.ranks import Node
@@ -76,11 +76,11 @@ def _by_agent(
     here: Machine,
     reason: str,
     engine: str,
-    size: int | None = None,
+    sizes: tuple[int, int] | None = None,
     differing: Mapping[str, Any] | None = None,
 ) -> Plan:
-    """torchrun's agent, in this process. `differing` are fields of the order."""
-    variables = {**task.added, **environment.of_several(size or here.processes)}
+    """torchrun's agent, in this process. `sizes`: the least and the most ranks; `differing`: fields of the order."""
+    variables = {**task.added, **environment.of_several(*(sizes or (here.processes,)))}
     fixed = {"backend": "static", "endpoint": f"127.0.0.1:{config.main_process_port}"}
     order = node.Order(
         program=task.program,
@@ -111,7 +111,7 @@ def _one_of_several(config: Config, task: Task) -> Plan:
         machine,
         f"machine {config.machine_rank} of {config.num_machines}; they meet at main_process_ip",
         "torchrun",
-        config.num_processes,
+        (config.num_processes, config.num_processes),
         {
             "machines": config.num_machines,
             "machine": config.machine_rank,
@@ -123,31 +123,11 @@ def _one_of_several(config: Config, task: Task) -> Plan:
 
 def _as_node(config: Config, size: int | None, task: Task, place: Node) -> Plan:
     """Kubeflow says which machine this is, or where the machines meet and number themselves."""
-    here = config.ppn or place.processes_here or max(1, (size or place.machines) // place.machines)
-    if size is not None and size != here * place.machines:
-        raise ValueError(
-            f"{size} processes were asked for, but {place.machines} machines of {here} processes are "
-            f"{here * place.machines} ({place.reason}): change num_processes."
-        )
-    told = task.inherited
-    endpoint = told.get("PET_RDZV_ENDPOINT")
-    address = told.get("PET_MASTER_ADDR") or told.get("MASTER_ADDR") or config.main_process_ip
-    port = told.get("PET_MASTER_PORT") or told.get("MASTER_PORT") or config.main_process_port or PORT
-    if endpoint is None and address is None and place.machines > 1:
-        raise ValueError(f"nobody says where {place.machines} machines meet ({place.reason}): set PET_MASTER_ADDR.")
-    elastic = endpoint is not None and told.get("PET_RDZV_BACKEND", "static") != "static"
-    if place.rank is None and not elastic:
-        raise ValueError(f"nobody says which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK.")
+    here = kubeflow.processes_here(place, config.ppn, size)
     machine = Machine("this machine", here, (place.rank or 0) * here)
-    differing: dict[str, Any] = {"machines": place.machines}
-    if elastic:
-        differing |= {"backend": told["PET_RDZV_BACKEND"], "endpoint": endpoint}
-        differing |= {"run_id": told.get("PET_RDZV_ID", "none")}
-    elif place.machines > 1:
-        differing |= {"backend": "static", "endpoint": endpoint or f"{address}:{port}", "machine": place.rank}
-    if told.get("PET_MAX_RESTARTS", "").isdecimal():
-        differing["max_restarts"] = int(told["PET_MAX_RESTARTS"])
-    return _by_agent(config, task, machine, place.reason, "torchrun", here * place.machines, differing)
+    sizes = (here * place.machines, here * place.most)
+    differing = kubeflow.order_fields(place, task.inherited, config)
+    return _by_agent(config, task, machine, place.reason, "torchrun", sizes, differing)
 
 
 # --- Machines of a hostfile --------------------------------------------------------------------------------------

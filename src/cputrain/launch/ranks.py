@@ -31,10 +31,14 @@ class Place:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine among several, whose processes are still to be started. What nobody says is None."""
+    """One machine among several, whose processes are still to be started. What nobody says is None.
+
+    Training begins with `machines` of them; `most` is larger where more may join while it runs.
+    """
 
     rank: int | None
     machines: int
+    most: int
     processes_here: int | None
     reason: str
 
@@ -114,20 +118,23 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
+_OF_A_NODE = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "PET_STANDALONE")
+
+
 def _node(environ: Mapping[str, str]) -> Node | None:
     """PET_* (torchrun's own variables, set by Kubeflow), or RANK without LOCAL_RANK (a PyTorchJob with a Master)."""
-    told = [name for name in ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR") if name in environ]
+    told = [name for name in _OF_A_NODE if name in environ]
     if not told and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
         return None
     here = _processes_here(environ)
-    machines = _machines(environ, here)
+    machines, most = _machines(environ, here)
     rank = next((number(environ, name) for name in ("PET_NODE_RANK", "RANK") if environ.get(name)), None)
-    if machines == 1:
+    if most == 1:
         rank = 0
-    if rank is not None and rank >= machines:
-        raise ValueError(f"machine {rank} can't be among {machines}: check PET_NODE_RANK or RANK, which begin at 0.")
+    if rank is not None and rank >= most:
+        raise ValueError(f"machine {rank} can't be among {most}: check PET_NODE_RANK or RANK, which begin at 0.")
     reason = ", ".join(f"{name}={environ[name]}" for name in told) if told else "RANK without LOCAL_RANK"
-    return Node(rank, machines, here, reason)
+    return Node(rank, machines, most, here, reason)
 
 
 def _processes_here(environ: Mapping[str, str]) -> int | None:
@@ -136,17 +143,23 @@ def _processes_here(environ: Mapping[str, str]) -> int | None:
     return int(text) if text.isdecimal() and int(text) > 0 else None
 
 
-def _machines(environ: Mapping[str, str], here: int | None) -> int:
-    if environ.get("PET_NNODES"):
-        least, _, most = environ["PET_NNODES"].partition(":")
-        if not least.isdecimal() or (most and most != least):
-            raise ValueError(
-                f"PET_NNODES is {environ['PET_NNODES']!r}: a training has a fixed number of machines, write N or N:N."
-            )
-        return int(least)
-    if environ.get("WORLD_SIZE"):
-        return number(environ, "WORLD_SIZE") // (here or 1)
-    return 1
+def _machines(environ: Mapping[str, str], here: int | None) -> tuple[int, int]:
+    """The least and the most: PET_NNODES is 4, or 1:4."""
+    text = environ.get("PET_NNODES")
+    if stands_alone(environ):
+        return 1, 1
+    if text:
+        least, _, most = text.partition(":")
+        if not (least.isdecimal() and (most or least).isdecimal() and 1 <= int(least) <= int(most or least)):
+            raise ValueError(f"PET_NNODES is {text!r}: write a number of machines, N, or the least and the most, N:M.")
+        return int(least), int(most or least)
+    machines = number(environ, "WORLD_SIZE") // (here or 1) if environ.get("WORLD_SIZE") else 1
+    return machines, machines
+
+
+def stands_alone(environ: Mapping[str, str]) -> bool:
+    """torchrun --standalone. The operator sets the variable without a value."""
+    return environ.get("PET_STANDALONE", "0").lower() not in ("0", "false")
 
 
 def number(environ: Mapping[str, str], name: str) -> int:
