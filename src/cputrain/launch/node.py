@@ -113,8 +113,14 @@ def _no_meeting(order: Order, error: Exception) -> str:
 
 
 def _quiet_agent() -> None:
-    """We say ourselves, in a sentence, what the agent would say in a table; ranks keep their own level."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    """We say ourselves, in a sentence, what the agent would say in a table; LOGLEVEL asks for torch's own words.
+
+    Its loggers have levels of their own, so what they say is stopped on its way up. Ranks keep their own level.
+    """
+    if not os.environ.get("LOGLEVEL"):
+        agents = logging.getLogger("torch.distributed.elastic")
+        agents.addHandler(logging.NullHandler())
+        agents.propagate = False
     before = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = before or "ERROR"  # read once, when torch is imported
     importlib.import_module("torch")
