@@ -50,6 +50,30 @@ def test_a_bar_that_moves_is_shown_on_a_terminal_only(tmp_path: Path) -> None:
     assert b"[0]  10%|#|\r\x1b[K[0]  10%|#|\n" in printed([(0, b"\r 10%|#|")], True)
 
 
+def test_what_stands_behind_a_bar_gets_a_line_of_its_own(tmp_path: Path) -> None:
+    data = b"\r  0%|    | 0/30 [00:00<?, ?it/s][rank0]:[W1116 warning\n\r100%|####| 30/30 [00:02<00:00, loss=3]   \n"
+    assert printed([(0, data)], False, tmp_path).splitlines() == [
+        b"[0] [W1116 warning",
+        b"[0] 100%|####| 30/30 [00:02<00:00, loss=3]   ",
+    ]
+    assert (tmp_path / "rank-0.log").read_bytes().startswith(b"[W1116 warning\n")
+    shown = printed([(0, data)], True)
+    assert b"[0]   0%|    | 0/30 [00:00<?, ?it/s]\r\x1b[K[0] [W1116 warning\n" in shown
+    assert b"[1] behind\n" in printed([(1, b"\r 1/2 [00:00<?]behind\n")], True), "though the bar isn't shown"
+
+
+def test_one_label_is_enough() -> None:
+    shown = printed([(1, b"[rank1]: Traceback\n[rank0]: of another\n[rank1]:[W1 careful\n")], False)
+    assert shown.splitlines() == [b"[1] Traceback", b"[1] [rank0]: of another", b"[1] [W1 careful"]
+
+
+def test_what_cputrain_says_is_shown_once_and_kept_by_each(tmp_path: Path) -> None:
+    said, other = b"cputrain: it is so\n", b"cputrain: here it is otherwise\n"
+    shown = printed([(0, said), (1, said), (1, other), (0, b"a\n"), (1, b"a\n")], False, tmp_path)
+    assert shown.count(b"it is so") == 1 and shown.count(b"otherwise") == 1 and shown.count(b"] a\n") == 2
+    assert [(tmp_path / f"rank-{rank}.log").read_bytes().count(b"it is so") for rank in (0, 1)] == [1, 1]
+
+
 def test_a_labelled_process_loses_nothing_even_when_it_dies(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom cputrain.launch import output\n"

@@ -69,6 +69,8 @@ def main(arguments: list[str]) -> NoReturn:
     notices.show()
     # Before anything is imported that reads the number of threads, or who this is.
     exchange = join.join(os.environ)
+    if not _is_first():
+        notices.leave_to_rank_0()
     hook.activate()
     _as_python_would(_prepared(target), exchange)
     sys.exit(0)
@@ -164,12 +166,17 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
         sys.exit(2)
     except BaseException as error:  # noqa: BLE001 - printed and answered as the interpreter does
         error.__traceback__ = _without_ours(error.__traceback__)
-        sys.excepthook(type(error), error, error.__traceback__)
+        if _is_first() or not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks: one shows where it was
+            sys.excepthook(type(error), error, error.__traceback__)
         _tell_peers(exchange, 1)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
+
+
+def _is_first() -> bool:
+    return os.environ.get("RANK", "0") == "0"
 
 
 def _tell_peers(exchange: Exchange | None, code: int) -> None:

@@ -32,3 +32,8 @@ def show() -> None:
         logger.addHandler(handler)
         logger.propagate = False
     logger.setLevel(logging.INFO)
+
+
+def leave_to_rank_0() -> None:
+    """All ranks go the same way: one says how. What may differ, and matters, every rank still says."""
+    logger.setLevel(logging.WARNING)

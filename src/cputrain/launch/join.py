@@ -129,7 +129,8 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
         for warning in warnings:
             logger.warning(warning)
     if place.rank == 0:
-        logger.info(f"each rank computes with {environ['OMP_NUM_THREADS']} threads ({share.reason})")
+        threads = environ["OMP_NUM_THREADS"]
+        logger.info(f"each rank computes with {threads} thread{'s' if threads != '1' else ''} ({share.reason})")
 
 
 def _set_threads(share: topology.Share, crowded: bool, environ: MutableMapping[str, str]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import selectors
 import signal
 import sys
@@ -14,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 _MOST = 1 << 16
+# tqdm's bar, to its closing bracket: others write behind it without a new line.
+_BAR = re.compile(rb"[^\r\n]*\d+(?:/\d+)? \[[^\]\r\n]*\]")
 
 
 class Output:
@@ -31,6 +34,7 @@ class Output:
         self._writers: list[int] = []
         self._lock = threading.Lock()
         self._bar_shown = False
+        self._said: dict[bytes, int] = {}  # our own messages, and which rank said it first
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
         self._thread = threading.Thread(target=self._copy, daemon=True)
@@ -101,6 +105,8 @@ class Output:
         moves = line.is_bar and not line.text.endswith(b"\n")
         if line.is_bar and (line.rank or (moves and not self._bars)):
             return
+        if line.text.startswith(b"cputrain: ") and self._said.setdefault(line.text, line.rank) != line.rank:
+            return  # all ranks have the same to say
         start = b"\r\x1b[K" if self._bar_shown else b""
         # Nobody may read any more: the ranks go on, and their files are written.
         with contextlib.suppress(BrokenPipeError):
@@ -128,15 +134,31 @@ class _Source:
         if not data and self._rest:
             lines.append(self._rest)
             self._rest = b""
-        found = [self._line(line, b"\n") for line in lines]
+        found = [part for line in lines for part in self._lines(line)]
         if b"\r" in self._rest:  # a bar that moves: only its last state is kept
-            found.append(self._line(self._rest, b""))
-            self._rest = b"\r" + found[-1].text
+            bar = self._last(self._rest)
+            found.append(_Line(self._rank, bar, True))
+            self._rest = b"\r" + bar
         return found
 
-    def _line(self, line: bytes, end: bytes) -> _Line:
-        last = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
-        return _Line(self._rank, last + end, b"\r" in line.removesuffix(b"\r"))
+    def _lines(self, line: bytes) -> list[_Line]:
+        """One, or two where something was written behind a bar that moves."""
+        last = self._last(line)
+        if b"\r" not in line.removesuffix(b"\r"):
+            return [_Line(self._rank, last + b"\n", False)]
+        bar = _BAR.match(last)
+        behind = last[bar.end() :].strip() if bar else b""
+        if bar is None or not behind:
+            return [_Line(self._rank, last + b"\n", True)]
+        return [_Line(self._rank, bar[0], True), _Line(self._rank, self._unlabelled(behind) + b"\n", False)]
+
+    def _last(self, line: bytes) -> bytes:
+        return self._unlabelled(next((part for part in reversed(line.split(b"\r")) if part.strip()), b""))
+
+    def _unlabelled(self, text: bytes) -> bytes:
+        """torch labels tracebacks and warnings, too: once is enough."""
+        label = b"[rank%d]:" % self._rank
+        return text.removeprefix(label + b" ").removeprefix(label)
 
 
 def label(rank: int, folder: str | None, bars: bool) -> Callable[[], None]:
