@@ -76,8 +76,7 @@ def environ(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]
     wheels.mkdir()
     storage = f'[storage]\ndriver = "vfs"\ngraphroot = "{folder}/storage"\nrunroot = "{folder}/run"\n'
     (folder / "storage.conf").write_text(storage)
-    settings = f'volumes = ["{wheels}:/wheels:ro"]\nenv = ["PIP_INDEX_URL=file:///wheels/simple"]\n'
-    (folder / "containers.conf").write_text(f"[containers]\n{settings}")
+    (folder / "containers.conf").write_text(f'[containers]\nvolumes = ["{wheels}:/wheels:ro"]\n')
     made = {
         **{name: value for name, value in os.environ.items() if not name.startswith("PIP_")},
         "BUILDAH_ISOLATION": "chroot",
@@ -100,7 +99,8 @@ def base(environ: dict[str, str]) -> str:
     run("buildah", "add", container, root, "/", environ=environ)
     run("buildah", "run", container, "--", "python3", "-m", "venv", "/opt/python", environ=environ)
     path = "PATH=/opt/python/bin:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-    run("buildah", "config", "--env", path, container, environ=environ)
+    index = "PIP_INDEX_URL=file:///wheels/simple"
+    run("buildah", "config", "--env", path, "--env", index, container, environ=environ)
     run("buildah", "commit", "--rm", container, BASE, environ=environ)
     return BASE
 

@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from cluster.test_rendered_job_trains import SCRIPT, STEPS
@@ -34,6 +35,8 @@ def configuration(folder: Path, cluster: Cluster) -> str:
     return "\n".join(
         [
             f"ClusterName=test\nSlurmctldHost={head.name}({head.address})\nSlurmUser=root\nAuthType=auth/munge",
+            # A job that is queued again waits until its first credential has expired: else two minutes.
+            "AuthInfo=cred_expire=5",
             "CredType=cred/munge\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none",
             "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nMpiDefault=none\nReturnToService=2",
             f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\nSlurmdPidFile={folder}/slurmd-%n.pid",
@@ -80,20 +83,15 @@ def until_over(cluster: Cluster, environ: dict[str, str], number: str, seconds: 
     while time.monotonic() < limit:
         said = cluster.hosts[0].run("scontrol", "show", "job", number, environ=environ).stdout
         state = re.search(r"JobState=(\w+)", said)
-        if state and state[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING"):
+        if state and state[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
             return state[1]
         time.sleep(0.5)
     return said
 
 
-def test_two_nodes_train_one_model(running: tuple[Cluster, Path, dict[str, str]]) -> None:
-    cluster, folder, environ = running
+def submitted(cluster: Cluster, folder: Path, environ: dict[str, str], job: SlurmJob) -> str:
+    """The job's number: the rendered script, by `cputrain slurm submit`, once both nodes are there."""
     (folder / "train.py").write_text(SCRIPT)
-    output = folder / "output"
-    arguments = (str(ROOT / "examples" / "demo"), str(STEPS), str(output), "$(id) 'x'")
-    job = SlurmJob(
-        "qa", str(folder / "train.py"), arguments, nodes=2, cpus=1, time="10:00", environment=(("HF_HOME", "/tmp/hf"),)
-    )
     (folder / "job.sh").write_text(slurm.to_text(job))
     head = cluster.hosts[0]
     limit = time.monotonic() + 60
@@ -105,14 +103,51 @@ def test_two_nodes_train_one_model(running: tuple[Cluster, Path, dict[str, str]]
     assert answer.returncode == 0, answer.stderr
     number = re.search(r"number (\d+)", answer.stdout)
     assert number
-    state = until_over(cluster, environ, number[1])
-    log = (folder / f"qa-{number[1]}.log").read_text()
-    assert state == "COMPLETED", log
+    return number[1]
+
+
+def job_of(folder: Path, name: str, steps: int, *arguments: str, **more: Any) -> SlurmJob:
+    words = (str(ROOT / "examples" / "demo"), str(steps), str(folder / name), *arguments)
+    variables = (("HF_HOME", "/tmp/hf"),)
+    return SlurmJob(name, str(folder / "train.py"), words, nodes=2, cpus=1, time="10:00", environment=variables, **more)
+
+
+def assert_one_model(log: str) -> list[dict[str, Any]]:
     found = sorted((json.loads(text) for text in re.findall(r"RESULT (\{.*\})", log)), key=lambda one: one["rank"])
-    assert [(one["rank"], one["size"], one["host"]) for one in found] == [(0, 2, "box1"), (1, 2, "box2")]
+    assert [(one["rank"], one["size"], one["host"]) for one in found] == [(0, 2, "box1"), (1, 2, "box2")], log
     assert found[0]["sum"] == found[1]["sum"]
+    return found
+
+
+def test_two_nodes_train_one_model(running: tuple[Cluster, Path, dict[str, str]]) -> None:
+    cluster, folder, environ = running
+    number = submitted(cluster, folder, environ, job_of(folder, "qa", STEPS, "$(id) 'x'"))
+    state = until_over(cluster, environ, number)
+    log = (folder / f"qa-{number}.log").read_text()
+    assert state == "COMPLETED", log
+    found = assert_one_model(log)
     assert all(one["last"] < 0.75 * one["first"] and one["trick"] == "$(id) 'x'" for one in found)
-    assert load_file(output / "model.safetensors")
+    assert load_file(folder / "qa" / "model.safetensors")
+
+
+def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(running: tuple[Cluster, Path, dict[str, str]]) -> None:
+    """Slurm's signal before time is up, sent at once: the script queues its own job again."""
+    cluster, folder, environ = running
+    number = submitted(cluster, folder, environ, job_of(folder, "again", 200, resume=("--resume it's",)))
+    checkpoint, limit = folder / "again" / "step", time.monotonic() + 120
+    while not checkpoint.exists() or int(checkpoint.read_text() or 0) < 20:
+        assert time.monotonic() < limit, (folder / f"again-{number}.log").read_text()
+        time.sleep(0.1)
+    answer = cluster.hosts[0].run("scancel", "--batch", "--signal=USR1", number, environ=environ)
+    assert answer.returncode == 0, answer.stderr
+    state = until_over(cluster, environ, number)
+    log = (folder / f"again-{number}.log").read_text()
+    assert state == "COMPLETED", log
+    assert log.count("time is up: queued again") == 1
+    found = assert_one_model(log)
+    # The first run has no fourth argument: its results would have failed.
+    assert all(one["trick"] == "--resume it's" and 20 <= one["resumed"] < 200 for one in found)
+    assert checkpoint.read_text() == "200"
 
 
 def test_what_slurm_refuses_is_a_sentence(running: tuple[Cluster, Path, dict[str, str]]) -> None:
