@@ -25,7 +25,8 @@ from cluster import kubelet
 ROOT = Path(__file__).parents[2]
 CGROUP = Path("/sys/fs/cgroup/cpu")
 
-# Process 1 of a pod. $1: its name, $2: its hosts file, $3: folders to keep, $4: commands that make the mounts.
+# Process 1 of a pod. $1: its name, $2: its hosts file, $3: folders to keep, $4: commands that make the mounts,
+# $5: cpu.max, if the pod shall see cgroup v2.
 _INIT = r"""
 set -e
 mount --make-rprivate /
@@ -49,6 +50,13 @@ grep -v :1000: /etc/passwd >/mnt/passwd || :
 echo job:x:1000:1000::/home/job:/bin/bash >>/mnt/passwd
 cat /mnt/passwd >/etc/passwd
 eval "$4"
+if [ -n "$5" ]; then
+  # The kernel's list of mounts says cgroup2; what stands there is made, where the controllers are bound to v1.
+  umount -R /sys/fs/cgroup
+  mount -t cgroup2 cgroup2 /sys/fs/cgroup
+  mount -t tmpfs tmpfs /sys/fs/cgroup
+  echo "$5" >/sys/fs/cgroup/cpu.max
+fi
 echo ready
 while :; do wait; sleep 0.2; done
 """
@@ -100,17 +108,22 @@ class Pod:
 def _quota(container: dict[str, Any]) -> Path:
     folder = CGROUP / f"cputrain-{uuid.uuid4().hex[:8]}"
     folder.mkdir()
-    cpus = int(container["resources"]["limits"]["cpu"])
     (folder / "cpu.cfs_period_us").write_text("100000")
-    (folder / "cpu.cfs_quota_us").write_text(str(cpus * 100_000))
+    (folder / "cpu.cfs_quota_us").write_text(str(_microseconds(container)))
     return folder
+
+
+def _microseconds(container: dict[str, Any]) -> int:
+    """The limit as the kubelet writes it, of a period of 100,000."""
+    return int(container["resources"]["limits"]["cpu"]) * 100_000
 
 
 class Pods:
     """All pods of a job behind one switch; `names` of each are what the cluster's DNS would answer."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, cgroup: int = 1) -> None:
         self.folder = folder
+        self.cgroup = cgroup
         self.volume = folder / "volume"
         self.programs = folder / "programs"
         self._starters: list[subprocess.Popen[str]] = []
@@ -151,6 +164,7 @@ class Pods:
         hosts.write_text("127.0.0.1 localhost\n" + "\n".join(rows) + "\n")
         kinds = ["--net", "--mount", "--uts", "--ipc", "--pid", "--fork", "--kill-child"]
         arguments = [name, str(hosts), "\n".join(self._kept()), self._mounts(number, template, container, files)]
+        arguments += [f"{_microseconds(container)} 100000"] if self.cgroup == 2 else [""]
         words = ["unshare", *kinds, "bash", "-c", _INIT, "bash", *arguments]
         starter = subprocess.Popen(words, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, text=True)
         pod = Pod(name, addresses[name], starter, container)

@@ -70,7 +70,8 @@ total = torch.tensor([sum(p.double().sum() for p in model.parameters())])
 machine = hardware.this_machine()
 print("RESULT", json.dumps({
     "rank": dist.get_rank(), "size": dist.get_world_size(), "first": sum(losses[:5]) / 5, "last": sum(losses[-5:]) / 5,
-    "sum": total.item(), "threads": torch.get_num_threads(), "quota": machine.cpu_quota.value, "uid": os.getuid(),
+    "sum": total.item(), "threads": torch.get_num_threads(), "quota": machine.cpu_quota.value,
+    "quota_file": machine.cpu_quota.source, "uid": os.getuid(),
     "host": os.uname().nodename, "home": os.environ["HOME"], "trick": sys.argv[4], "caches": os.environ["HF_HOME"],
     "resumed": resumed,
 }), flush=True)
@@ -113,6 +114,8 @@ def assert_trained(folder: Path, pods: Pods, hosts: list[str]) -> None:
         assert (result["threads"], result["quota"], result["uid"]) == (1, 1.0, 1000)
         assert (result["home"], result["trick"]) == ("/home/job", "$(HOME) 'x'")
         assert result["caches"] == "/srv/data/huggingface"
+        wanted = "/sys/fs/cgroup/cpu.max" if pods.cgroup == 2 else r"/sys/fs/cgroup/cpu/cputrain-\w+/cpu.cfs_quota_us"
+        assert re.fullmatch(wanted, result["quota_file"])
     saved = load_file(pods.volume / "output" / "model.safetensors")
     assert sum(value.double().sum() for value in saved.values()).item() == pytest.approx(found[0]["sum"], rel=1e-6)
 
@@ -181,7 +184,7 @@ def test_an_elastic_pytorchjob_loses_a_worker_and_gets_it_back(tmp_path: Path) -
         assert all(result["resumed"] >= 20 for result in results(tmp_path, pods))
 
 
-def test_a_trainjob(tmp_path: Path) -> None:
+def test_a_trainjob_in_cgroups_of_version_2(tmp_path: Path) -> None:
     documents = list(map(plain, manifests.of_job(job_of("trainjob"))))
     write_maps(tmp_path, documents)
     trainer = documents[-1]["spec"]["trainer"]
@@ -193,7 +196,7 @@ def test_a_trainjob(tmp_path: Path) -> None:
         "resources": trainer["resourcesPerNode"],
     }
     names = {f"qa-node-0-{number}": [f"qa-node-0-{number}.qa"] for number in range(trainer["numNodes"])}
-    with Pods(tmp_path) as pods:
+    with Pods(tmp_path, cgroup=2) as pods:
         started = []
         for number, name in enumerate(names):
             operators = {
