@@ -107,7 +107,8 @@ def case_trainer(rank, size):
     assert dist.group.WORLD._timeout == 77
     trainer = Trainer(tiny.bert(), asked, train_dataset=WINDOWS, eval_dataset=WINDOWS)
     trainer.train()
-    assert isinstance(trainer.model_wrapped, DistributedDataParallel) and not trainer.model_wrapped._comm_hooks
+    wrapped = trainer.model_wrapped
+    assert isinstance(wrapped, DistributedDataParallel) and not wrapped._comm_hooks and wrapped.gradient_as_bucket_view
     assert type(trainer.get_train_dataloader().batch_sampler).__name__ == "BalancedShard"
     assert type(trainer.get_eval_dataloader().batch_sampler).__name__ == "BatchSamplerShard"
     torch.save(trainer.model.state_dict(), os.path.join(os.environ[TRAINED], f"{rank}.pt"))

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import accelerate.accelerator as stock
-from accelerate.utils import DistributedType, DynamoBackend
+from accelerate.utils import DistributedDataParallelKwargs, DistributedType, DynamoBackend
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -63,6 +63,7 @@ class Accelerator(stock.Accelerator):
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """`prepare` comes through here too; Trainer comes here alone if it evaluates without training."""
         _optimise(self, [model])
+        _spare_a_copy_of_gradients(self)
         prepared = super().prepare_model(model, *args, **kwargs)
         if isinstance(prepared, DistributedDataParallel) and not hook.is_active():  # else every DDP does it
             data_parallel.compress(prepared)
@@ -96,6 +97,15 @@ def _why_stock(accelerator: stock.Accelerator, use_ipex: bool | None) -> str | N
     if dynamo is not None and dynamo.backend not in (None, DynamoBackend.NO):
         return "torch.compile was asked for, and fuses by itself"
     return None
+
+
+def _spare_a_copy_of_gradients(accelerator: Accelerator) -> None:
+    """In each step of several ranks, and in memory: DDP's own copy serves as the gradients. A script's wishes stay."""
+    handler: DistributedDataParallelKwargs | None = accelerator.ddp_handler
+    if accelerator._why_stock is None and (handler is None or accelerator._is_trainers):
+        handler = handler or DistributedDataParallelKwargs()
+        handler.gradient_as_bucket_view = True
+        accelerator.ddp_handler = handler
 
 
 def _optimise(accelerator: Accelerator, objects: Iterable[object]) -> None:

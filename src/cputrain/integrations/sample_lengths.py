@@ -5,11 +5,11 @@ And whether the loss of such samples is a mean over samples, so that it doesn't 
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
 from torch.utils.data import Subset
 
 # The lengths of the samples with these indices.
@@ -78,8 +78,8 @@ def _is_table(dataset: Any) -> bool:
 
 def _tokens(value: Any, column: str) -> int:
     """The sum of a mask, or the number of ids; nested where a sample has several sequences."""
-    if isinstance(value, Tensor):
-        return int(value.sum()) if column == "attention_mask" else value.numel()
+    if hasattr(value, "ndim"):  # torch's or numpy's
+        return int(value.sum()) if column == "attention_mask" else math.prod(value.shape)
     if len(value) and isinstance(value[0], (list, tuple)):
         return sum(_tokens(part, column) for part in value)
     return int(sum(value)) if column == "attention_mask" else len(value)
