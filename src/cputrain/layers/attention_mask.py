@@ -13,10 +13,9 @@ from cputrain.padding import PaddingMask
 
 def make_ragged_mask(stock: str) -> Callable:
     """The mask factory of `cputrain_ragged_over_<stock>`."""
+    from transformers import masking_utils  # not inside: torch.compile of torch 2.8 can't follow it there
 
     def cputrain_mask(*args: Any, **kwargs: Any) -> object:
-        from transformers import masking_utils
-
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
         if args or torch.compiler.is_compiling() or transform_obstacle() is not None:
             return factory(*args, **kwargs)
