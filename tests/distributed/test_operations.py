@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
+import cputrain.distributed  # noqa: F401 - registers the backend
 from tests.distributed.ranks import Outcome, cases_of
 
 MODULE = "tests.distributed.operations"
@@ -43,3 +46,14 @@ def test_operation_between_machines(case: str, machines: tuple[str, Outcome]) ->
 
 def test_the_transport_is_two_level(machines: tuple[str, Outcome]) -> None:
     assert machines[1].transports == {MACHINES[machines[0]]}
+
+
+def test_torch_hangs_no_recorder_of_its_own_on_a_group(tmp_path, monkeypatch) -> None:
+    """torch 2.15 would, unless the backend says that it keeps one; here the set of those that do is made up."""
+    keeping = set()
+    monkeypatch.setattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", keeping, raising=False)
+    dist.init_process_group("ccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        assert keeping == {"ccl"}
+    finally:
+        dist.destroy_process_group()

@@ -53,9 +53,15 @@ def create(options: Any, _: Any) -> CclProcessGroup:
     transport, reason = _choose(store, rank, global_ranks, timeout)
     if rank == 0:
         logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)
+    _decline_recorder()
     if global_ranks[rank] == 0:
         variables.say_what_has_no_effect(transport.name, os.environ)
     return CclProcessGroup(transport, rank, size, timeout)
+
+
+def _decline_recorder() -> None:
+    """torch 2.15 hangs a flight recorder on every group that doesn't keep one, and can't on one that is all Python."""
+    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("ccl")
 
 
 def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> tuple[Transport, str]:
