@@ -220,3 +220,14 @@ def test_the_guides_mpirun_over_a_hostfile(cluster: Cluster, place: Path) -> Non
     assert [(one["RANK"], one["host"]) for one in ranks] == [("0", "box1"), ("1", "box1"), ("2", "box2"), ("3", "box2")]
     assert {one["MASTER_ADDR"] for one in ranks} == {"10.77.0.1"}
     assert "rank 0 was asked through MPI" in answer.stderr
+
+
+@pytest.mark.needs_program("mpirun.openmpi", "openmpi-bin")
+def test_open_mpis_mpirun_over_a_hostfile(cluster: Cluster, place: Path) -> None:
+    """Nobody gives an address: MPI is asked, by mpi4py, although Intel's library lies nearer. Rank 0 is elsewhere."""
+    words = ["-np", "2", "--host", "box2,box1", "--map-by", "seq", sys.executable, "-m", "cputrain", "run", "sum.py"]
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    answer = cluster.hosts[0].run("mpirun.openmpi", *words, folder=place, environ=root)
+    assert answer.returncode == 0, answer.stderr
+    assert answer.stdout.count("SUM 3.0 3.0 gloo") == 2
+    assert "they meet at 10.77.0.2, port " in answer.stderr and "rank 0 was asked through MPI" in answer.stderr

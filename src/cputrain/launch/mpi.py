@@ -13,8 +13,11 @@ from pathlib import Path
 
 from cputrain.launch.hostfile import Machine
 
-# Every ssh of ours and of mpirun's: no questions, and only hosts whose keys are known.
-SSH_OPTIONS = ("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15")
+# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone for 60 s.
+SSH_OPTIONS = (
+    *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15"),
+    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
+)
 _KINDS = (
     ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
     ("Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),

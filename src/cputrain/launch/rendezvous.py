@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ipaddress
+import os
 import re
 import secrets
 import socket
@@ -44,7 +45,8 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
         if not address:
             raise ValueError("Slurm doesn't say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR.")
         return Meeting(address, port or _slurm_port(environ), reason), None
-    exchange = _exchange(place, environ)
+    # Open MPI's ranks know a port without a question, for which mpi4py would have to start all of MPI.
+    exchange = None if address and place.by == "openmpi" else _exchange(place, environ)
     if exchange is None:
         if not address:
             raise ValueError(_nobody_knows(place))
@@ -93,6 +95,8 @@ class _Mpi4py:
     """MPI itself, where its process manager has no protocol of its own. mpi4py finalises it at the end."""
 
     def __init__(self, place: Place) -> None:
+        if place.by == "openmpi":  # it would prefer an Intel MPI that lies beside this Python
+            os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
         from mpi4py import MPI
 
         self._world: Any = MPI.COMM_WORLD

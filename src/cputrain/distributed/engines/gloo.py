@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 import time
 from collections.abc import Sequence
@@ -17,8 +18,10 @@ from cputrain.distributed.engines import Engine, Watch
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
 _SLICE = timedelta(milliseconds=200)
-# Engines of groups that failed: their threads still wait for peers that never answer, and ending gloo would wait too.
+# Engines of groups that failed: their threads still wait for peers that never answer, and ending gloo would wait too,
+# for the whole timeout. So they are never freed, not even when the interpreter ends.
 _abandoned: list[Any] = []
+ctypes.pythonapi.Py_IncRef(ctypes.py_object(_abandoned))
 
 
 class GlooEngine(Engine):
@@ -113,6 +116,7 @@ class GlooEngine(Engine):
                 raise failures.late_elsewhere(timeout) from None
         except failures.CollectiveError:
             self._pending.append(kept)
+            _abandoned.append((self._gloo, kept))
             raise
 
 
