@@ -7,14 +7,19 @@
 // Everything here is called by one thread: oneCCL crashes or hangs with more.
 
 #include <sched.h>
+#include <unistd.h>
 
+#include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
 #include <oneapi/ccl.hpp>
 #include <string>
+#include <thread>
 #include <vector>
 
 #define API extern "C" __attribute__((visibility("default")))
@@ -27,6 +32,20 @@ struct Group {
 };
 
 std::string last_error;
+std::atomic<bool> abandoned{false};
+
+// oneCCL's own end waits for the other ranks, and for ever if one of them is gone.
+void end_soon(int status, void*) {
+  auto end = [status] {
+    std::fflush(nullptr);
+    _exit(status);
+  };
+  if (abandoned) end();
+  std::thread([end] {
+    std::this_thread::sleep_for(std::chrono::seconds(10));
+    end();
+  }).detach();
+}
 
 // No exception may cross the C interface: the answer is then `failed`, and cputrain_oneccl_error
 // says why.
@@ -57,6 +76,9 @@ API const char* cputrain_oneccl_error() { return last_error.c_str(); }
 API Group* cputrain_oneccl_meet(char* address, int64_t first) {
   return guarded<Group*>(nullptr, [&] {
     ccl::init();
+    static const int registered =
+        on_exit(end_soon, nullptr);  // runs before what oneCCL has registered
+    (void)registered;
     auto group = std::make_unique<Group>();
     ccl::kvs::address_type place;
     if (first) {
@@ -85,6 +107,9 @@ API int64_t cputrain_oneccl_leave(Group* group) {
     return int64_t{0};
   });
 }
+
+// A group has failed: the process is to end without oneCCL's help.
+API void cputrain_oneccl_abandon() { abandoned = true; }
 
 API ccl::event* cputrain_oneccl_all_reduce(Group* group, void* data, int64_t count, int64_t dtype,
                                            int64_t reduction) {

@@ -160,7 +160,7 @@ class TwoLevelTransport(Transport):
         own = _bytes([tensor])[0]
         received = _bytes(outputs) if self.rank == root else [nothing] * self.size
         sent = [own if r == root else nothing for r in range(self.size)]
-        self._through(lambda: self._flat.all_to_all(received, sent, timeout))
+        self._exchange(received, sent, timeout)
 
     @_named
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
@@ -168,12 +168,26 @@ class TwoLevelTransport(Transport):
         nothing = torch.empty(0, dtype=torch.uint8)
         received = [_bytes([output])[0] if r == root else nothing for r in range(self.size)]
         sent = _bytes(tensors) if self.rank == root else [nothing] * self.size
-        self._through(lambda: self._flat.all_to_all(received, sent, timeout))
+        self._exchange(received, sent, timeout)
 
     @_named
     def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
         self._enter("all_to_all", outputs[0].dtype, 0, timeout)
-        self._through(lambda: self._flat.all_to_all(_bytes(outputs), _bytes(tensors), timeout))
+        self._exchange(_bytes(outputs), _bytes(tensors), timeout)
+
+    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+        """Everybody compares all sizes first: engines wait for ever for bytes that nobody sends."""
+        mine = torch.tensor([[t.numel() for t in inputs], [t.numel() for t in outputs]])
+        sizes = torch.empty(self.size, 2, self.size, dtype=torch.int64)
+        self._through(lambda: self._flat.all_gather(_bytes(list(sizes)), _bytes([mine])[0], timeout))
+        sent, awaited = sizes[:, 0], sizes[:, 1].T
+        for source, target in (sent != awaited).nonzero().tolist():
+            self._broken = True
+            raise CollectivesDiffer(
+                f"the ranks called different collectives: in {self._mine}, {self._peers[source]} sends "
+                f"{sent[source, target]:,} bytes to {self._peers[target]}, which awaits {awaited[source, target]:,}."
+            )
+        self._through(lambda: self._flat.all_to_all(outputs, inputs, timeout))
 
     @_named
     def barrier(self, timeout: float, name: str = "barrier") -> None:

@@ -31,6 +31,7 @@ _DTYPES = {
     torch.bfloat16: 11,
 }
 _SUM = 0
+_GRACE = 5.0
 # Nanoseconds at full speed before anything else is looked at.
 _STRETCH = 500_000
 
@@ -102,11 +103,14 @@ class OneCclEngine(Engine):
         self._messages.abort()
 
     def close(self, broken: bool) -> None:
+        """Leaving waits for the others in some of oneCCL's transports: not longer than they need if they end, too."""
         self._messages.close(broken)
-        if broken or self._waiter.pending:
-            _abandoned.append(self._waiter)
-        else:
-            self._thread.call("leave", self._group)
+        if not broken and not self._waiter.pending:
+            left = self._thread.start(0, "leave", self._group)
+            if left.finished.wait(_GRACE):
+                return
+        _abandoned.append(self._waiter)
+        self._thread.abandon()
 
     def _run(self, size: int, timeout: float, kept: Any, name: str, *arguments: Any) -> None:
         started = self._thread.start(size, name, self._group, *arguments)
@@ -167,6 +171,10 @@ class _EngineThread:
         started = _Started(size, name, arguments)
         self._queue.put(started)
         return started
+
+    def abandon(self) -> None:
+        """Called by any thread: the one of its own may wait for ever."""
+        self._library.abandon()
 
     def _serve(self) -> None:
         communication_cpus.move_there()

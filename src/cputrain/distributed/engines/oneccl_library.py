@@ -11,6 +11,7 @@ import os
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -21,10 +22,11 @@ ADDRESS_BYTES = 256
 _INSTALL = 'pip install "cputrain[oneccl]"'
 _SOURCE = Path(__file__).parents[2] / "lib" / "oneccl_bridge.cpp"
 _pointer, _number = ctypes.c_void_p, ctypes.c_int64
-_FUNCTIONS = {
+_FUNCTIONS: dict[str, tuple[Any, list[Any]]] = {
     "meet": (_pointer, [ctypes.c_char_p, _number]),
     "join": (_number, [_pointer, _number, _number]),
     "leave": (_number, [_pointer]),
+    "abandon": (None, []),
     "all_reduce": (_pointer, [_pointer, _pointer, _number, _number, _number]),
     "all_gather": (_pointer, [_pointer, _pointer, _number, _pointer, _pointer, _number]),
     "all_to_all": (_pointer, [_pointer, _pointer, _pointer, _pointer, _pointer, _number]),

@@ -1,0 +1,100 @@
+"""The real oneCCL as the engine between machines: every operation and dtype, with and without mpirun; failures."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cputrain.distributed.engines import oneccl_library
+from tests.distributed import mpi_ranks
+from tests.distributed.mpi_ranks import BESIDE, MpiOutcome
+from tests.distributed.ranks import Outcome, cases_of, spawn, start
+from tests.distributed.test_failures import HOST, said
+
+needs_oneccl = pytest.mark.skipif(
+    not (BESIDE / "lib/ccl/cpu/lib/libccl.so.1").exists(), reason='needs pip install "cputrain[oneccl]"'
+)
+OPERATIONS = "tests.distributed.operations"
+ONECCL = {"CPUTRAIN_CCL_TRANSPORT": "oneccl"}
+
+
+@pytest.fixture(scope="module", params=["mpirun", "alone"])
+def outcome(request, tmp_path_factory) -> tuple[str, Outcome]:
+    """Over Intel MPI, two ranks; without mpirun three, of which two share a machine."""
+    folder = tmp_path_factory.mktemp(request.param)
+    if request.param == "mpirun":
+        return "oneccl", MpiOutcome(folder, mpi_ranks.intel(2), 2, OPERATIONS, **ONECCL)
+    return "shm+oneccl", Outcome(folder, 3, OPERATIONS, CPUTRAIN_CCL_TEST_MACHINES="0,1;2", **ONECCL)
+
+
+@needs_oneccl
+@pytest.mark.parametrize("case", cases_of(OPERATIONS))
+def test_operation_over_oneccl(case: str, outcome: tuple[str, Outcome]) -> None:
+    outcome[1].check(case)
+
+
+@needs_oneccl
+def test_the_transport_is_oneccl(outcome: tuple[str, Outcome]) -> None:
+    assert outcome[1].transports == {outcome[0]}
+
+
+# --- Failures ----------------------------------------------------------------------------------------------------
+
+
+@needs_oneccl
+def test_a_killed_rank_is_named(tmp_path) -> None:
+    after, text = said(tmp_path, "a_rank_is_killed", 2, **ONECCL)[0]
+    assert after < 5
+    assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "this rank is in all_reduce" in text, text
+
+
+@needs_oneccl
+def test_parts_that_differ_are_reported(tmp_path) -> None:
+    for after, text in said(tmp_path, "parts_differ", 2, **ONECCL).values():
+        assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
+
+
+@needs_oneccl
+def test_waiting_burns_no_core(tmp_path) -> None:
+    found = said(tmp_path, "waits_ten_seconds", 2, **ONECCL)
+    assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 9
+
+
+# --- Settings, and what can't be had -----------------------------------------------------------------------------
+
+
+def test_without_mpirun_oneccl_uses_ofi_on_the_interface_of_the_route(monkeypatch) -> None:
+    monkeypatch.delenv("CPUTRAIN_COMMUNICATION_CPUS", raising=False)
+    found = oneccl_library.settings({}, "127.0.0.1")
+    assert found["CCL_ATL_TRANSPORT"] == "ofi" and found["CCL_PROCESS_LAUNCHER"] == "none"
+    assert found["CCL_KVS_IFACE"] == "lo" and found["CCL_ALLREDUCE"] == "nreduce"
+    assert found["CCL_WORKER_OFFLOAD"] == "0", "a worker would burn a core that computes"
+
+
+def test_under_intels_mpirun_oneccl_uses_it(monkeypatch, tmp_path) -> None:
+    (tmp_path / "lib").mkdir()
+    (tmp_path / "lib/libmpi.so.12").touch()
+    monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", "6,7")
+    environ = {"I_MPI_ROOT": str(tmp_path), "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "x"}
+    found = oneccl_library.settings(environ, "127.0.0.1")
+    assert found["CCL_ATL_TRANSPORT"] == "mpi" and "CCL_PROCESS_LAUNCHER" not in found
+    assert found["CCL_MPI_LIBRARY_PATH"] == f"{tmp_path}/lib/libmpi.so.12"
+    assert found["CCL_WORKER_AFFINITY"] == "6,7" and found["CCL_WORKER_COUNT"] == "2"
+
+
+def _refused(rank: int, folder: str) -> None:
+    if rank == 1:  # as if this machine had no oneCCL
+        oneccl_library.sys.prefix = folder  # type: ignore[attr-defined]
+    try:
+        start(rank, 2, folder, **ONECCL)
+    except ValueError as error:
+        Path(folder, f"refused-{rank}").write_text(str(error))
+
+
+@needs_oneccl
+def test_one_machine_without_oneccl_is_an_error_on_all(tmp_path) -> None:
+    spawn(_refused, 2, str(tmp_path))
+    for rank in range(2):
+        text = (tmp_path / f"refused-{rank}").read_text()
+        assert "CPUTRAIN_CCL_TRANSPORT=oneccl, but on rank 1: oneCCL is not installed beside this Python" in text

@@ -1,0 +1,86 @@
+"""Variables of the backend: which transport, where its threads run, and which of oneCCL's have no effect."""
+
+from __future__ import annotations
+
+import logging
+import os
+
+import pytest
+import torch
+
+from cputrain.distributed import backend, communication_cpus, variables
+from cputrain.distributed.engines import compiled, mpi_library
+from cputrain.distributed.work import Lane
+
+
+def test_an_unknown_transport_is_refused(monkeypatch) -> None:
+    monkeypatch.setenv("CPUTRAIN_CCL_TRANSPORT", "nccl")
+    with pytest.raises(ValueError, match="one of auto, shm, gloo, mpi, oneccl, found 'nccl'"):
+        backend._asked()
+
+
+def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> None:
+    mine = os.sched_getaffinity(0)
+    kept = max(mine)
+    monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", str(kept))
+    lane, seen = Lane("test"), []
+    lane.run(lambda _: seen.append(os.sched_getaffinity(0)), [torch.ones(1)], asynchronous=True).wait()
+    lane.close()
+    assert seen == [{kept}] and os.sched_getaffinity(0) == mine
+    with communication_cpus.threads_start_there():
+        assert os.sched_getaffinity(0) == {kept}
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_cores_that_are_not_there_are_said_and_change_nothing(monkeypatch, caplog) -> None:
+    mine = os.sched_getaffinity(0)
+    monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", "1000")
+    communication_cpus.move_there()
+    assert os.sched_getaffinity(0) == mine and "CPUTRAIN_COMMUNICATION_CPUS=1000 has no effect" in caplog.text
+
+
+def test_variables_without_effect_are_said_once(caplog) -> None:
+    variables._say_once.cache_clear()
+    environ = {"CCL_ATL_TRANSPORT": "ofi", "CCL_WORKER_COUNT": "1"}
+    with caplog.at_level(logging.INFO, "cputrain"):
+        variables.say_what_has_no_effect("shm+oneccl", environ)
+        assert not caplog.messages
+        for _ in range(2):
+            variables.say_what_has_no_effect("shm", environ)
+        assert [text.split(":")[0] for text in caplog.messages] == [
+            "CCL_ATL_TRANSPORT has no effect",
+            "CCL_WORKER_COUNT has no effect",
+        ]
+        caplog.clear()
+        variables._say_once.cache_clear()
+        variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
+        assert not caplog.messages, "launch has kept the cores, and ccl's threads run there"
+
+
+@pytest.mark.parametrize(
+    "starter, environ",
+    [
+        ("Open MPI", {"OMPI_COMM_WORLD_SIZE": "2", "PMI_RANK": "0"}),
+        ("Intel", {"PMI_RANK": "0", "I_MPI_HYDRA_UUID": "x"}),
+        ("MPICH", {"PMI_RANK": "0", "I_MPI_ROOT": "/opt"}),
+        (None, {"RANK": "0"}),
+    ],
+)
+def test_whose_mpirun_it_was(starter, environ) -> None:
+    assert mpi_library.started_by(environ) == starter
+
+
+def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    made = compiled.library("libone.so", 'extern "C" int one() { return 1; }\n', [], "a test")
+    written = made.stat().st_mtime_ns
+    assert compiled.library("libone.so", 'extern "C" int one() { return 1; }\n', [], "a test") == made
+    assert made.stat().st_mtime_ns == written and os.listdir(made.parent) == ["libone.so"]
+    with pytest.raises(ValueError, match=r"a test could not be compiled:\n(.|\n)*nonsense"):
+        compiled.library("libtwo.so", "nonsense;", [], "a test")
+    (tmp_path / "cputrain/compiled").chmod(0o777)
+    with pytest.raises(ValueError, match="can be written by others"):
+        compiled.library("libone.so", "int x;", [], "a test")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="a test needs a C\\+\\+ compiler once"):
+        compiled.library("libone.so", "int x;", [], "a test")
