@@ -224,18 +224,41 @@ def test_kubeflows_node_is_launched(place: Path) -> None:
 
 
 def test_a_dry_run_starts_nothing_and_keeps_secrets(place: Path) -> None:
-    options = ["-n", "2", "--env", "API_TOKEN=hush", "--cores_for_communication", "1", "--dry-run"]
-    answer = launch(*options, "show.py", "--hub_token", "hush", folder=place)
+    options = ["-n", "2", "--env", "API_TOKEN=hush", "--env", "HTTPS_PROXY=http://me:hush@proxy:1", "--dry-run"]
+    answer = launch(*options, "show.py", "--hub_token", "hush", folder=place, OMP_NUM_THREADS="999")
     assert answer.returncode == 0, answer.stderr
     assert "SHOWN" not in answer.stdout and "hush" not in answer.stdout
     for said in (
         "engine: local (all 2 ranks are on this machine)",
+        "meeting: on this machine alone",
         "API_TOKEN=***",
+        "HTTPS_PROXY=http://***@proxy:1",
         "rank 1: ",
+        ", OMP_NUM_THREADS=999 (",
+        "warning: OMP_NUM_THREADS=999 is kept, but this rank has",
         "-m cputrain run show.py",
+        "OpenMP here: ",
     ):
         assert said in answer.stdout
     assert os.fspath(place) in answer.stdout
+
+
+def test_a_dry_run_in_a_pod_says_how_the_machines_meet(place: Path) -> None:
+    told = {"PET_NNODES": "1:4", "PET_RDZV_BACKEND": "c10d", "PET_RDZV_ENDPOINT": "w-0:1", "PET_MAX_RESTARTS": "3"}
+    answer = launch("--dry-run", "show.py", folder=place, **told, PET_RDZV_CONF="join_timeout=9")
+    assert (
+        "meeting: 1 to 4 machines, c10d at w-0:1, join_timeout=9; all ranks start anew up to 3 times" in answer.stdout
+    )
+    assert "CPUTRAIN_EXPECTED_RANKS=1:4" in answer.stdout
+
+
+def test_a_dry_run_of_one_process_and_of_a_rank(place: Path) -> None:
+    alone = launch("--dry-run", "show.py", folder=place).stdout
+    assert "engine: none (one process, in place of this one)" in alone
+    assert f"not bound, OMP_NUM_THREADS={CORES} (" in alone
+    told = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    rank = launch("--dry-run", "show.py", folder=place, **told).stdout
+    assert "engine: none (rank 1 of 2: RANK=1" in rank and f"OMP_NUM_THREADS={max(1, CORES // 2)} (" in rank
 
 
 def test_all_of_it_from_the_file(place: Path, tmp_path: Path) -> None:

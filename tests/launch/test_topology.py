@@ -104,7 +104,23 @@ def test_alone(tmp_path) -> None:
     assert (share.cpus, share.threads) == (None, 3)
 
 
-@pytest.mark.parametrize(("asked", "said"), [(8, "4 would be faster"), (2, "2 of 4 cores stay idle"), (4, None)])
-def test_a_users_own_threads(asked, said) -> None:
-    warning = topology.thread_warning(asked, topology.Share((0, 1, 2, 3), 4, (), ""))
+@pytest.mark.parametrize(
+    ("asked", "number", "said"),
+    [
+        (
+            "8",
+            8,
+            "OMP_NUM_THREADS=8 is kept, but this rank has 4 cores to compute with: threads wait for each other, 4",
+        ),
+        ("2", 2, "OMP_NUM_THREADS=2 is kept; 2 of 4 cores stay idle."),
+        ("4", 4, None),
+        ("2,3", 2, "2 of 4 cores stay idle"),  # the second is for loops within loops
+        (None, 4, None),
+        ("0", 4, None),
+        ("all", 4, None),
+    ],
+)
+def test_a_users_own_threads(asked, number, said) -> None:
+    found, warning = topology.threads(asked, topology.Share((0, 1, 2, 3), 4, (), ""))
+    assert found == number
     assert warning is None if said is None else said in warning

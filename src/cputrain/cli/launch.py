@@ -109,12 +109,13 @@ def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -
     config = chosen.config
     several = config.num_processes > 1 or config.hostfile or (config.ppn or 1) > 1 or config.engine == "mpi"
     if place is None and not several:
-        return _here(task, {}, "one process, in place of this one", dry)
+        return _here(task, {}, None, dry)
     made = plan.make(config, chosen.size, task, place, mpirun)
     if dry:
-        print(dry_run.text(made, task, config.cores_for_communication), end="")
+        print(dry_run.text(made, task), end="")
         return 0
-    logger.info(f"{made.size} ranks by {made.engine}: {made.reason}")
+    here = "rank" if made.size == 1 else "ranks"
+    logger.info(f"{made.size} {here} by {made.engine}: {made.reason}")
     return made.start()
 
 
@@ -129,16 +130,15 @@ def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) ->
     meeting = {}
     if config.main_process_ip and not (os.environ.get("MASTER_ADDR") or os.environ.get("PET_MASTER_ADDR")):
         meeting = {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
-    return _here(task, meeting, f"rank {place.rank} of {place.size}: {place.reason}", dry)
+    return _here(task, meeting, place, dry)
 
 
-def _here(task: plan.Task, more: dict[str, str], reason: str, dry: bool) -> int:
+def _here(task: plan.Task, more: dict[str, str], place: ranks.Place | None, dry: bool) -> int:
     """A new process: the variables must be there before any library of this one looked at them."""
     added = {**task.added, **more}
     command = [sys.executable, "-m", "cputrain", "run", *task.program]
     if dry:
-        print(f"engine: none ({reason})\ncommand: {' '.join(environment.shown_words(command))}\nenvironment added:")
-        print("\n".join(f"  {environment.shown(name, value)}" for name, value in sorted(added.items())))
+        print(dry_run.text_of_one(place, command, added, os.environ), end="")
         return 0
     sys.stdout.flush()
     os.execve(command[0], command, {**os.environ, **added})

@@ -20,6 +20,8 @@ _FORWARDED = re.compile(
 _OF_ONE_PROCESS = ("CPUTRAIN_PARENT", "CPUTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
 
+_LOGIN = re.compile(r"://[^/@\s]+@")  # http://user:password@proxy
+
 
 def of_training(
     config: Config, inherited: Mapping[str, str], threads: int | None = None
@@ -57,8 +59,8 @@ def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[st
 
 
 def shown(name: str, value: str) -> str:
-    """NAME=value, without the value of a secret."""
-    return f"{name}={'***' if _SECRET.search(name) else value}"
+    """NAME=value, without the value of a secret, or the password of an address."""
+    return f"{name}={'***' if _SECRET.search(name) else _LOGIN.sub('://***@', value)}"
 
 
 def shown_words(words: Iterable[str]) -> list[str]:

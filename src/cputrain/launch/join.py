@@ -6,7 +6,7 @@ import atexit
 import logging
 import os
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Mapping, MutableMapping
 
 from cputrain import __version__, hardware
 from cputrain.launch import openmp, output, pmi, processes, ranks, rendezvous, topology
@@ -104,19 +104,22 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.E
     return exchange
 
 
+def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[topology.Share, tuple[str, ...]]:
+    """What this process gets of its machine, and what the division costs."""
+    machine = hardware.detect()
+    cores = communication(environ) if place else 0
+    if place and place.local_size and place.local_size > 1 and _mask_is_shared(machine, place.local_size):
+        division = topology.divide(machine, place.local_size, cores)
+        return division.shares[place.local_rank % place.local_size], division.warnings
+    division = topology.alone(machine, cores)
+    return division.shares[0], division.warnings
+
+
 def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> None:
     """Binds this process to its cores, and sets its threads. Warnings are said once on each machine."""
-    machine = hardware.detect()
-    communication = int(environ.get(COMMUNICATION) or environ.get("CCL_WORKER_COUNT") or 0) if place else 0
-    others = place.local_size if place else 1
-    if others and others > 1 and _mask_is_shared(machine, others):
-        division = topology.divide(machine, others, communication)
-        share = division.shares[place.local_rank % others] if place else division.shares[0]
-    else:
-        division = topology.alone(machine, communication)
-        share = division.shares[0]
-    crowded = any("take turns" in warning for warning in division.warnings)
-    warnings = [*division.warnings, *_set_threads(share, crowded, environ)]
+    share, costs = shares(place, environ)
+    crowded = any("take turns" in cost for cost in costs)
+    warnings = [*costs, *_set_threads(share, crowded, environ)]
     if share.cpus:
         os.sched_setaffinity(0, share.cpus)
     if share.communication:
@@ -133,19 +136,23 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
         logger.info(f"each rank computes with {threads} thread{'s' if threads != '1' else ''} ({share.reason})")
 
 
+def communication(environ: Mapping[str, str]) -> int:
+    """How many cores of each rank don't compute."""
+    name = next((name for name in (COMMUNICATION, "CCL_WORKER_COUNT") if environ.get(name)), None)
+    return ranks.number(environ, name) if name else 0
+
+
 def _set_threads(share: topology.Share, crowded: bool, environ: MutableMapping[str, str]) -> list[str]:
     """OMP_NUM_THREADS is always set: accelerate would count cores by itself otherwise, and torchrun say 1."""
     for name, value in openmp.settings(openmp.runtime(environ)[0], crowded).items():
         environ.setdefault(name, value)
-    asked = environ.get("OMP_NUM_THREADS", "").split(",")[0]
-    if not asked.isdecimal() or int(asked) == 0 or _only_torchrun_says(asked, environ):
-        environ["OMP_NUM_THREADS"] = str(share.threads)
-        return []
-    warning = topology.thread_warning(int(asked), share)
+    asked = environ.get("OMP_NUM_THREADS")
+    number, warning = topology.threads(None if _only_torchrun_says(asked, environ) else asked, share)
+    environ["OMP_NUM_THREADS"] = str(number)
     return [warning] if warning else []
 
 
-def _only_torchrun_says(asked: str, environ: MutableMapping[str, str]) -> bool:
+def _only_torchrun_says(asked: str | None, environ: MutableMapping[str, str]) -> bool:
     """torchrun sets 1 where nobody set anything, so the environment that it was started with tells them apart."""
     if asked != "1" or "TORCHELASTIC_RUN_ID" not in environ:
         return False

@@ -53,6 +53,16 @@ class Order:
     def is_fixed(self) -> bool:
         return self.most_machines == self.machines
 
+    @property
+    def meeting_words(self) -> str:
+        """How the machines meet, for people."""
+        often = f"; all ranks start anew up to {self.max_restarts} times" if self.max_restarts else ""
+        if self.most_machines == 1:
+            return f"on this machine alone{often}"
+        number = str(self.machines) if self.is_fixed else f"{self.machines} to {self.most_machines}"
+        settings = "".join(f", {name}={value}" for name, value in self.meeting.items())
+        return f"{number} machines, {self.backend} at {self.endpoint}{settings}{often}"
+
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, ssh
@@ -35,6 +35,7 @@ class Plan:
     commands: tuple[tuple[str, list[str]], ...]
     environment: Mapping[str, str]
     forwarded: bool
+    meeting: str
     start: Callable[[], int]
 
     @property
@@ -92,7 +93,8 @@ def _by_agent(
         **{"max_restarts": config.max_restarts, **(fixed if config.main_process_port else {}), **(differing or {})},
     )
     words = [sys.executable, *node.rank_arguments(task.program)]
-    return Plan(engine, reason, (here,), ((here.name, words),), variables, False, lambda: node.run(order))
+    commands = ((here.name, words),)
+    return Plan(engine, reason, (here,), commands, variables, False, order.meeting_words, lambda: node.run(order))
 
 
 def _one_of_several(config: Config, task: Task) -> Plan:
@@ -173,7 +175,8 @@ def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi,
         ssh.check([machine.name for machine in machines])
         return mpirun.run(found, machines, variables, task.folder, program)
 
-    return Plan("mpi", reason, tuple(machines), (("this machine", shown),), variables, True, start)
+    told = f"rank 0 at {variables['MASTER_ADDR']}" if "MASTER_ADDR" in variables else "rank 0 is asked through MPI"
+    return Plan("mpi", reason, tuple(machines), (("this machine", shown),), variables, True, told, start)
 
 
 def _mpi_meeting(config: Config, machines: list[Machine], found: mpi.Mpi) -> dict[str, str]:
@@ -202,9 +205,8 @@ def _by_ssh(config: Config, machines: list[Machine], task: Task, reason: str) ->
         bars=task.bars,
     )
     commands = tuple((machine.name, ssh.command(machine.name)) for machine in machines)
-    return Plan(
-        "torchrun", f"{reason}: by ssh", tuple(machines), commands, variables, True, lambda: ssh.run(order, machines)
-    )
+    why, told = f"{reason}: by ssh", replace(order, machines=len(machines)).meeting_words
+    return Plan("torchrun", why, tuple(machines), commands, variables, True, told, lambda: ssh.run(order, machines))
 
 
 def _some_port() -> int:

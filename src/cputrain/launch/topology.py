@@ -132,16 +132,19 @@ def _cramped(each: int, communication: int) -> list[str]:
     ]
 
 
-def thread_warning(asked: int, share: Share) -> str | None:
-    """What a user's own OMP_NUM_THREADS costs."""
-    if asked > share.threads:
-        return (
-            f"OMP_NUM_THREADS={asked} is kept, but this rank has {_cores(share.threads)} to compute with: "
+def threads(asked: str | None, share: Share) -> tuple[int, str | None]:
+    """How many threads a rank computes with, and what a user's own OMP_NUM_THREADS costs, which is kept."""
+    first = (asked or "").split(",")[0].strip()
+    if not first.isdecimal() or int(first) == 0:
+        return share.threads, None
+    number = int(first)
+    if number > share.threads:
+        return number, (
+            f"OMP_NUM_THREADS={number} is kept, but this rank has {_cores(share.threads)} to compute with: "
             f"threads wait for each other, {share.threads} would be faster."
         )
-    if asked < share.threads:
-        return f"OMP_NUM_THREADS={asked} is kept; {share.threads - asked} of {_cores(share.threads)} stay idle."
-    return None
+    idle = share.threads - number
+    return number, f"OMP_NUM_THREADS={number} is kept; {idle} of {_cores(share.threads)} stay idle." if idle else None
 
 
 def _cores(number: int) -> str:
