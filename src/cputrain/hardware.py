@@ -1,6 +1,6 @@
 """What this CPU is and how much of it this process may use, each answer with where it came from.
 
-Everything is read from /proc and /sys, below a root that tests can replace. Nothing of ours and no torch is imported.
+Everything is read from /proc and /sys, below a root that tests can replace. No torch is imported.
 `this_machine()` reads once; `detect(root)` reads anew; `best_isa()` names the kernels that run here, and why.
 """
 
@@ -9,14 +9,16 @@ from __future__ import annotations
 import os
 import posixpath
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cputrain.cgroup import limits
+from cputrain.kernel_files import Cpus, Tree, parse_cpus, parse_size
+
 T = TypeVar("T")
-Cpus = tuple[int, ...]
 
 # Named as /proc/cpuinfo names them, oldest first. Families (avx512…, amx_…) are taken whole, whatever Linux adds.
 _X86_SETS = ("sse4_1", "sse4_2", "avx", "f16c", "fma", "avx2")
@@ -98,7 +100,7 @@ def this_machine() -> Hardware:
 
 def detect(root: str | Path = "/") -> Hardware:
     """Reads everything below `root`, which holds `proc` and `sys`."""
-    tree = _Tree(Path(root))
+    tree = Tree(Path(root))
     processors = _processors(tree)
     cpus = _logical_cpus(tree, processors)
     cores = _cores(tree, cpus.value, processors)
@@ -156,37 +158,13 @@ def _asked_isa(asked: str, lacking: Mapping[str, list[str]]) -> str:
     return asked
 
 
-class _Tree:
-    """Files below a root, named by the absolute paths that they have on a real machine."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.is_real = root == Path("/")
-
-    def read(self, path: str) -> str | None:
-        """The text of a file, or None where it is missing or hidden (containers mask some)."""
-        try:
-            return (self.root / path.lstrip("/")).read_text(errors="replace").strip()
-        except OSError:
-            return None
-
-    def numbered(self, folder: str, prefix: str) -> list[tuple[int, str]]:
-        """The entries prefix0, prefix1, … of a folder, in the order of their numbers."""
-        try:
-            names = [entry.name for entry in (self.root / folder.lstrip("/")).iterdir()]
-        except OSError:
-            return []
-        found = [(int(match[1]), name) for name in names if (match := re.fullmatch(prefix + r"(\d+)", name))]
-        return [(number, f"{folder}/{name}") for number, name in sorted(found)]
-
-
 # --- The CPU -----------------------------------------------------------------------------------------------------
 
 _CPUINFO = "/proc/cpuinfo"
 _CPU_FOLDER = "/sys/devices/system/cpu"
 
 
-def _processors(tree: _Tree) -> dict[int, dict[str, str]]:
+def _processors(tree: Tree) -> dict[int, dict[str, str]]:
     """/proc/cpuinfo: the fields of each logical CPU by its number."""
     processors = {}
     for block in re.split(r"\n\s*\n", tree.read(_CPUINFO) or ""):
@@ -214,10 +192,10 @@ def _instruction_sets(processors: Mapping[int, Mapping[str, str]]) -> Fact[tuple
     return Fact((*known, *sorted(filter(_FAMILIES.fullmatch, common))), f"{_CPUINFO}: flags that every CPU has")
 
 
-def _logical_cpus(tree: _Tree, processors: Mapping[int, object]) -> Fact[Cpus]:
+def _logical_cpus(tree: Tree, processors: Mapping[int, object]) -> Fact[Cpus]:
     online = tree.read(f"{_CPU_FOLDER}/online")
     if online:
-        return Fact(_parse_cpus(online), f"{_CPU_FOLDER}/online")
+        return Fact(parse_cpus(online), f"{_CPU_FOLDER}/online")
     if processors:
         return Fact(tuple(sorted(processors)), f"{_CPUINFO}: processor")
     if tree.is_real:
@@ -225,12 +203,12 @@ def _logical_cpus(tree: _Tree, processors: Mapping[int, object]) -> Fact[Cpus]:
     return Fact((0,), "assumed: neither /sys nor /proc lists CPUs")
 
 
-def _cores(tree: _Tree, cpus: Cpus, processors: Mapping[int, Mapping[str, str]]) -> Fact[tuple[Cpus, ...]]:
+def _cores(tree: Tree, cpus: Cpus, processors: Mapping[int, Mapping[str, str]]) -> Fact[tuple[Cpus, ...]]:
     """The logical CPUs of each physical core: SMT siblings stand together."""
     for name in ("core_cpus_list", "thread_siblings_list"):
         siblings = [tree.read(f"{_CPU_FOLDER}/cpu{cpu}/topology/{name}") for cpu in cpus]
         if all(siblings):
-            groups = {tuple(c for c in _parse_cpus(text or "") if c in cpus) for text in siblings}
+            groups = {tuple(c for c in parse_cpus(text or "") if c in cpus) for text in siblings}
             return Fact(tuple(sorted(groups)), f"{_CPU_FOLDER}/cpu*/topology/{name}")
     places = {cpu: _place(processors, cpu, "physical id", "core id") for cpu in cpus}
     if all(places.values()):
@@ -238,7 +216,7 @@ def _cores(tree: _Tree, cpus: Cpus, processors: Mapping[int, Mapping[str, str]])
     return Fact(tuple((cpu,) for cpu in cpus), "assumed: the topology is hidden, so each CPU counts as a core")
 
 
-def _sockets(tree: _Tree, cpus: Cpus, processors: Mapping[int, Mapping[str, str]]) -> Fact[tuple[Cpus, ...]]:
+def _sockets(tree: Tree, cpus: Cpus, processors: Mapping[int, Mapping[str, str]]) -> Fact[tuple[Cpus, ...]]:
     packages = {cpu: tree.read(f"{_CPU_FOLDER}/cpu{cpu}/topology/physical_package_id") for cpu in cpus}
     if all(packages.values()):
         return Fact(_grouped(packages), f"{_CPU_FOLDER}/cpu*/topology/physical_package_id")
@@ -261,13 +239,13 @@ def _grouped(key_of: Mapping[int, object]) -> tuple[Cpus, ...]:
     return tuple(tuple(group) for group in groups.values())
 
 
-def _numa_nodes(tree: _Tree, cpus: Cpus) -> Fact[tuple[NumaNode, ...]]:
+def _numa_nodes(tree: Tree, cpus: Cpus) -> Fact[tuple[NumaNode, ...]]:
     """Nodes of memory alone (HBM, CXL) are left out: nothing can be pinned to them."""
     folder = "/sys/devices/system/node"
     nodes = []
     for number, path in tree.numbered(folder, "node"):
         total = re.search(r"MemTotal:\s+(\d+) kB", tree.read(f"{path}/meminfo") or "")
-        own = tuple(cpu for cpu in _parse_cpus(tree.read(f"{path}/cpulist") or "") if cpu in cpus)
+        own = tuple(cpu for cpu in parse_cpus(tree.read(f"{path}/cpulist") or "") if cpu in cpus)
         nodes.append(NumaNode(number, own, int(total[1]) * 1024 if total else None))
     with_cpus = tuple(node for node in nodes if node.cpus)
     if with_cpus:
@@ -275,14 +253,14 @@ def _numa_nodes(tree: _Tree, cpus: Cpus) -> Fact[tuple[NumaNode, ...]]:
     return Fact((NumaNode(0, cpus, None),), f"assumed: {folder} is hidden, so it counts as one node")
 
 
-def _caches(tree: _Tree, cpus: Cpus) -> Fact[tuple[Cache, ...]]:
+def _caches(tree: Tree, cpus: Cpus) -> Fact[tuple[Cache, ...]]:
     users: dict[tuple[int, str, int], set[Cpus]] = {}
     for cpu in cpus:
         for _, path in tree.numbered(f"{_CPU_FOLDER}/cpu{cpu}/cache", "index"):
             level, kind, size, shared = (tree.read(f"{path}/{n}") for n in ("level", "type", "size", "shared_cpu_list"))
             if level and kind and size:
-                sharers = _parse_cpus(shared or str(cpu))
-                users.setdefault((int(level), kind.lower(), _parse_size(size)), set()).add(sharers)
+                sharers = parse_cpus(shared or str(cpu))
+                users.setdefault((int(level), kind.lower(), parse_size(size)), set()).add(sharers)
     caches = tuple(Cache(*key, instances=len(groups)) for key, groups in sorted(users.items()))
     source = f"{_CPU_FOLDER}/cpu*/cache" if caches else f"{_CPU_FOLDER}/cpu*/cache is hidden"
     return Fact(caches, source)
@@ -291,23 +269,23 @@ def _caches(tree: _Tree, cpus: Cpus) -> Fact[tuple[Cache, ...]]:
 # --- What this process may use -----------------------------------------------------------------------------------
 
 
-def _affinity(tree: _Tree, cpus: Fact[Cpus]) -> Fact[Cpus]:
+def _affinity(tree: Tree, cpus: Fact[Cpus]) -> Fact[Cpus]:
     path = "/proc/self/status"
     allowed = re.search(r"^Cpus_allowed_list:\s*(\S+)", tree.read(path) or "", re.MULTILINE)
     if allowed:
         # The mask may name CPUs that are possible but not there.
-        return Fact(tuple(cpu for cpu in _parse_cpus(allowed[1]) if cpu in cpus.value), f"{path}: Cpus_allowed_list")
+        return Fact(tuple(cpu for cpu in parse_cpus(allowed[1]) if cpu in cpus.value), f"{path}: Cpus_allowed_list")
     if tree.is_real and hasattr(os, "sched_getaffinity"):
         return Fact(tuple(sorted(os.sched_getaffinity(0))), "sched_getaffinity()")
     return Fact(cpus.value, f"assumed: {path} is hidden, so all of {cpus.source}")
 
 
-def _cpuset(tree: _Tree) -> Fact[Cpus | None]:
+def _cpuset(tree: Tree) -> Fact[Cpus | None]:
     """The CPUs that every cgroup on the way up leaves."""
     found = [
-        (path, _parse_cpus(text))
+        (path, parse_cpus(text))
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
-        for path, text in _limits(tree, "cpuset", name)
+        for path, text in limits(tree, "cpuset", name)
         if text
     ]
     if not found:
@@ -317,91 +295,35 @@ def _cpuset(tree: _Tree) -> Fact[Cpus | None]:
     return Fact(tuple(sorted(common)), narrowest[0])
 
 
-def _cpu_quota(tree: _Tree) -> Fact[float | None]:
+def _cpu_quota(tree: Tree) -> Fact[float | None]:
     """CPUs' worth of time per period; the least on the way up wins."""
     found = []
-    for path, text in _limits(tree, "cpu", "cpu.max"):
+    for path, text in limits(tree, "cpu", "cpu.max"):
         quota, _, period = text.partition(" ")
         if quota.isdigit():
             found.append((int(quota) / int(period or 100_000), path))
-    for path, quota in _limits(tree, "cpu", "cpu.cfs_quota_us"):
+    for path, quota in limits(tree, "cpu", "cpu.cfs_quota_us"):
         period = tree.read(posixpath.join(posixpath.dirname(path), "cpu.cfs_period_us")) or "100000"
         if quota.isdigit():
             found.append((int(quota) / int(period), path))
     return Fact(*min(found)) if found else Fact(None, "no cgroup sets a quota")
 
 
-def _memory_limit(tree: _Tree) -> Fact[int | None]:
+def _memory_limit(tree: Tree) -> Fact[int | None]:
     found = [
         (int(text), path)
         for name in ("memory.max", "memory.limit_in_bytes")
-        for path, text in _limits(tree, "memory", name)
+        for path, text in limits(tree, "memory", name)
         if text.isdigit() and int(text) < _NO_LIMIT
     ]
     return Fact(*min(found)) if found else Fact(None, "no cgroup sets a limit")
 
 
-def _memory_total(tree: _Tree) -> Fact[int | None]:
+def _memory_total(tree: Tree) -> Fact[int | None]:
     total = re.search(r"^MemTotal:\s+(\d+) kB", tree.read("/proc/meminfo") or "", re.MULTILINE)
     if total:
         return Fact(int(total[1]) * 1024, "/proc/meminfo: MemTotal")
     return Fact(None, "/proc/meminfo is hidden")
-
-
-def _limits(tree: _Tree, controller: str, name: str) -> Iterator[tuple[str, str]]:
-    """(path, text) of the file `name` in this process's cgroup and in each one above it."""
-    for folder in _cgroup_folders(tree, controller):
-        text = tree.read(f"{folder}/{name}")
-        if text is not None:
-            yield f"{folder}/{name}", text
-
-
-def _cgroup_folders(tree: _Tree, controller: str) -> list[str]:
-    """This process's cgroup folders, v1 and v2, innermost first."""
-    folders = []
-    for mount_root, mount, version in _cgroup_mounts(tree, controller):
-        below = _below_mount(_own_cgroup(tree, controller, version), mount_root)
-        while below not in ("", "/"):
-            folders.append(mount + below)
-            below = posixpath.dirname(below)
-        folders.append(mount)
-    return list(dict.fromkeys(folders))
-
-
-def _cgroup_mounts(tree: _Tree, controller: str) -> list[tuple[str, str, int]]:
-    """(root within the hierarchy, mount point, version) of each hierarchy that may hold the controller."""
-    text = tree.read("/proc/self/mountinfo")
-    if text is None:
-        return [("/", "/sys/fs/cgroup", 2), ("/", f"/sys/fs/cgroup/{controller}", 1)]
-    mounts = []
-    for line in text.splitlines():
-        before, _, after = line.partition(" - ")
-        where, what = before.split(), after.split()
-        if len(where) < 5 or len(what) < 3:
-            continue
-        if what[0] == "cgroup2" or (what[0] == "cgroup" and controller in what[-1].split(",")):
-            mounts.append((_unescape(where[3]), _unescape(where[4]), 2 if what[0] == "cgroup2" else 1))
-    return mounts
-
-
-def _own_cgroup(tree: _Tree, controller: str, version: int) -> str:
-    """This process's path within a hierarchy, from /proc/self/cgroup: `number:controllers:path` a line."""
-    for line in (tree.read("/proc/self/cgroup") or "").splitlines():
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers if version == 2 else controller in controllers.split(","):
-            return path
-    return "/"
-
-
-def _below_mount(path: str, mount_root: str) -> str:
-    """`path` as seen from the mount point. A container may see its path from outside, but its own part as the mount."""
-    if ".." in path.split("/"):
-        return ""
-    if mount_root == "/":
-        return path.rstrip("/")
-    inside = path == mount_root or path.startswith(mount_root + "/")
-    return path[len(mount_root) :] if inside else ""
 
 
 def _usable_cpus(affinity: Fact[Cpus], cpuset: Fact[Cpus | None]) -> Fact[Cpus]:
@@ -432,25 +354,3 @@ def _usable_memory(total: Fact[int | None], limit: Fact[int | None]) -> Fact[int
     if limit.value is not None and (total.value is None or limit.value < total.value):
         return limit
     return total
-
-
-# --- Notations of the kernel -------------------------------------------------------------------------------------
-
-
-def _parse_cpus(text: str) -> Cpus:
-    """ "0-2,8" means 0, 1, 2, 8."""
-    cpus: set[int] = set()
-    for first, last in re.findall(r"(\d+)(?:-(\d+))?", text):
-        cpus.update(range(int(first), int(last or first) + 1))
-    return tuple(sorted(cpus))
-
-
-def _parse_size(text: str) -> int:
-    """ "48K" means 49152."""
-    number = text.rstrip("KMG")
-    return int(number) << {"": 0, "K": 10, "M": 20, "G": 30}[text[len(number) :]]
-
-
-def _unescape(text: str) -> str:
-    """mountinfo writes blanks and the like as three octal digits."""
-    return re.sub(r"\\(\d{3})", lambda match: chr(int(match[1], 8)), text)

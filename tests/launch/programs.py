@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -70,6 +71,11 @@ def launch(
         timeout=seconds,
         check=False,
     )
+
+
+def free_port() -> int:
+    with socket.create_server(("", 0)) as server:
+        return server.getsockname()[1]
 
 
 def shown(output: str) -> list[dict]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch.programs import CLEAN
+from tests.launch.programs import CLEAN, free_port
 
 # torch's own wait for the others is cut short: what holds the machines is ours.
 LAUNCH = """
@@ -42,11 +42,6 @@ if sys.argv[1] == "fails" or (sys.argv[1] == "fails once" and first):
     sys.exit(3)
 open("saved", "w").close()
 """
-
-
-def free_port() -> int:
-    with socket.create_server(("", 0)) as server:
-        return server.getsockname()[1]
 
 
 class Machines:

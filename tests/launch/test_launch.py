@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +10,7 @@ import pytest
 from cputrain import hardware
 from cputrain.launch import config_file
 from cputrain.launch.config import Config
+from tests.launch.programs import launch
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SHOW = """
@@ -30,25 +28,15 @@ def script(tmp_path: Path) -> Path:
     return path
 
 
-def launch(*arguments: str, home: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    clean = {
-        k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "ACCELERATE_", "CPUTRAIN_", "XDG_", "HF_"))
-    }
-    command = [sys.executable, "-m", "cputrain", "launch", *arguments]
-    return subprocess.run(
-        command, capture_output=True, text=True, cwd=home, env={**clean, "HOME": str(home), **environ}, check=False
-    )
-
-
-def shown(*arguments: str, home: Path, **environ: str) -> dict:
-    answer = launch(*arguments, home=home, **environ)
+def shown(*arguments: str, folder: Path, **environ: str) -> dict:
+    answer = launch(*arguments, folder=folder, **environ)
     assert answer.returncode == 0, answer.stderr
     return json.loads(answer.stdout)
 
 
 def test_the_guides_file_reaches_the_script(script: Path) -> None:
     found = shown(
-        "--config_file", str(EXAMPLES / "nlp_example.yaml"), str(script), "--num_processes", "-m", home=script.parent
+        "--config_file", str(EXAMPLES / "nlp_example.yaml"), str(script), "--num_processes", "-m", folder=script.parent
     )
     assert found == {
         "argv": ["--num_processes", "-m"],
@@ -65,7 +53,7 @@ def test_options_win_over_the_file(script: Path) -> None:
     options = ["--mixed-precision", "no", "--no-ipex", "--dtype", "fp32", "--padding", "keep"]
     options += ["--num_cpu_threads_per_process", "3"]
     file = ["--config_file", str(EXAMPLES / "nlp_example.yaml")]
-    found = shown(*file, *options, str(script), home=script.parent, OMP_NUM_THREADS="7")
+    found = shown(*file, *options, str(script), folder=script.parent, OMP_NUM_THREADS="7")
     assert found["ACCELERATE_MIXED_PRECISION"] == "no" and found["CPUTRAIN_IPEX"] == "false"
     assert (found["CPUTRAIN_DTYPE"], found["CPUTRAIN_PADDING"], found["OMP_NUM_THREADS"]) == ("fp32", "keep", "3")
 
@@ -74,17 +62,17 @@ def test_the_default_file_is_read_by_itself(script: Path) -> None:
     config_file.write(
         Config(mixed_precision="bf16", ipex=False), config_file.default_path({"HOME": str(script.parent)})
     )
-    found = shown(str(script), home=script.parent)
+    found = shown(str(script), folder=script.parent)
     assert (found["ACCELERATE_MIXED_PRECISION"], found["CPUTRAIN_IPEX"]) == ("bf16", "false")
 
 
 def test_a_module_may_be_launched(script: Path) -> None:
-    assert shown("-m", "show", "x", home=script.parent)["argv"] == ["x"]
+    assert shown("-m", "show", "x", folder=script.parent)["argv"] == ["x"]
 
 
 def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
     (tmp_path / "ends.py").write_text("raise SystemExit(5)")
-    assert launch("ends.py", home=tmp_path).returncode == 5
+    assert launch("ends.py", folder=tmp_path).returncode == 5
 
 
 @pytest.mark.parametrize(
@@ -100,6 +88,6 @@ def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_launched_is_one_sentence(arguments: list[str], said: str, tmp_path: Path) -> None:
-    answer = launch(*arguments, home=tmp_path)
+    answer = launch(*arguments, folder=tmp_path)
     assert answer.returncode == 2
     assert answer.stderr.startswith(f"cputrain: {said}") and answer.stderr.count("\n") == 1

@@ -32,8 +32,8 @@ WITH_MASTER = {
     "PET_NNODES": "2",
     "PET_NPROC_PER_NODE": "1",
 }
-ELASTIC = {"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2:2"}
 TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "1", "PET_MASTER_ADDR": "job-node-0-0.job"}
+ELASTIC = {"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d", "PET_NNODES": "2:2"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +50,13 @@ TRAINJOB = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "3", "PET_NODE_RANK": "1", 
         # srun --mpi=pmi2 has PMI's numbers, but Slurm's local one.
         ({**SRUN, "PMI_RANK": "4", "PMI_SIZE": "5"}, 4, 5, 0, 1, "pmi"),
         ({**INTEL, **TORCHRUN}, 3, 4, 1, 2, "environment"),
+        ({**SRUN, **OPENMPI, **INTEL, **TORCHRUN}, 3, 4, 1, 2, "environment"),
+        ({**OPENMPI, **INTEL}, 1, 2, 1, 2, "openmpi"),
+        # Whoever numbers ranks wins over what speaks of a machine: torchrun, mpirun or srun within a pod.
+        ({**TRAINJOB, **TORCHRUN}, 3, 4, 1, 2, "environment"),
+        ({**TRAINJOB, **INTEL}, 2, 4, 0, 2, "pmi"),
+        ({"RANK": "1", "WORLD_SIZE": "2", **OPENMPI}, 1, 2, 1, 2, "openmpi"),
+        ({"RANK": "1", "WORLD_SIZE": "2", **SRUN}, 4, 5, 0, 1, "slurm"),
         ({"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}, 0, 1, 0, 1, "environment"),
     ],
 )

@@ -17,7 +17,7 @@ from cputrain import hardware
 from cputrain.launch import config_file
 from cputrain.launch.config import Config
 from tests.launch import programs
-from tests.launch.programs import CLEAN, LAUNCH, launch, shown
+from tests.launch.programs import CLEAN, LAUNCH, free_port, launch, shown
 
 INTEL = str(Path(sys.prefix) / "bin" / "mpiexec.hydra")
 MPIS = [
@@ -197,9 +197,8 @@ def test_torchrun_threads_are_counted_anew(place: Path) -> None:
 
 def test_kubeflows_node_is_launched(place: Path) -> None:
     """A TrainJob's variables: the machine's processes are started, and rank and size follow from its number."""
-    with socket.create_server(("", 0)) as server:
-        port = server.getsockname()[1]
-    told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1", "PET_MASTER_PORT": str(port)}
+    told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
+    told["PET_MASTER_PORT"] = str(free_port())
     nodes = [
         subprocess.Popen(
             [*LAUNCH, "show.py"],

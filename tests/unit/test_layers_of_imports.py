@@ -14,7 +14,9 @@ PACKAGE = Path(__file__).parents[2] / "src" / "cputrain"
 
 # Each part, and what it may import directly; what those may import is allowed too.
 MAY_IMPORT = {
-    "hardware": [],
+    "kernel_files": [],
+    "cgroup": ["kernel_files"],
+    "hardware": ["cgroup"],
     "settings": [],
     "native": ["hardware"],
     "ops": ["native"],
