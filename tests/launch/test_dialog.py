@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pty
 import re
@@ -112,6 +113,18 @@ def test_an_interrupt_writes_nothing(tmp_path: Path) -> None:
     terminal.type("\x03")
     assert terminal.end() == 130
     assert not (tmp_path / "out.yaml").exists()
+
+
+@pytest.mark.parametrize(("nodes", "cores", "expected"), [(1, 8, 1), (2, 8, 2), (4, 2, 2), (0, 1, 1)])
+def test_the_number_of_processes_is_proposed_from_the_machine(nodes, cores, expected, monkeypatch) -> None:
+    from cputrain import hardware
+    from cputrain.cli import config
+
+    machine = dataclasses.replace(
+        hardware.detect(), numa_nodes=hardware.Fact((None,) * nodes, "x"), usable_cores=hardware.Fact(cores, "x")
+    )
+    monkeypatch.setattr(hardware, "this_machine", lambda: machine)
+    assert config._processes_here() == expected
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:

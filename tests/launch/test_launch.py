@@ -58,6 +58,23 @@ def test_options_win_over_the_file(script: Path) -> None:
     assert (found["CPUTRAIN_DTYPE"], found["CPUTRAIN_PADDING"], found["OMP_NUM_THREADS"]) == ("fp32", "keep", "3")
 
 
+def test_accelerates_own_spellings_are_accepted(script: Path) -> None:
+    (script.parent / "hosts").write_text("localhost\n")
+    flags = [
+        "--mpirun_hostfile",
+        "hosts",
+        "--mpirun_ccl",
+        "1",
+        "--same_network",
+        "--rdzv_backend",
+        "static",
+        "--dry-run",
+    ]
+    answer = launch(*flags, "--dry-run", str(script), home=script.parent)
+    assert answer.returncode == 0, answer.stderr
+    assert "cores" in answer.stdout
+
+
 def test_the_default_file_is_read_by_itself(script: Path) -> None:
     config_file.write(
         Config(mixed_precision="bf16", ipex=False), config_file.default_path({"HOME": str(script.parent)})

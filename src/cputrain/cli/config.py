@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cputrain import hardware
 from cputrain.launch import config_file
 from cputrain.launch.config import PORT, Config
 
@@ -55,11 +56,17 @@ def ask() -> Config:
     if kind == "MULTI_CPU":
         answers["num_processes"] = _number(
             "How many CPU(s) should be used for distributed training?",
-            answers["num_machines"],
+            answers["num_machines"] * _processes_here(),
             lambda n: n % answers["num_machines"] and f"{answers['num_machines']} machines can't share {n} evenly.",
         )
     answers["mixed_precision"] = _choose("Do you wish to use FP16 or BF16 (mixed precision)?", list(_PRECISIONS))
     return Config(**answers)
+
+
+def _processes_here() -> int:
+    """One for each NUMA node, as far as there are cores for them."""
+    machine = hardware.this_machine()
+    return max(1, min(len(machine.numa_nodes.value), machine.usable_cores.value))
 
 
 def _ask_machines() -> dict[str, Any]:

@@ -200,7 +200,7 @@ def _bf16(sets: tuple[str, ...]) -> tuple[str, str]:
     found = [name for name in hardware.BF16_SETS if name in sets]
     if found:
         return "in hardware", f"instruction sets: {', '.join(found)}"
-    return "not in hardware: emulated, very slow", "neither amx_bf16 nor avx512_bf16"
+    return "not in hardware: stored as bf16, multiplied in fp32", "neither amx_bf16 nor avx512_bf16"
 
 
 def _sets(names: Iterable[str]) -> str:

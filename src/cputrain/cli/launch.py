@@ -30,14 +30,18 @@ def launch(
     config: Annotated[Path | None, _option("config_file", "A configuration file; else the default one.")] = None,
     num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n")] = None,
     ppn: Annotated[int | None, _option("ppn", "Processes on each machine.")] = None,
-    hostfile: Annotated[str | None, _option("hostfile", "Hosts, one a line: node1, node1:4, node1 slots=4.")] = None,
+    hostfile: Annotated[
+        str | None, _option("hostfile", "Hosts, one a line: node1, node1:4, node1 slots=4.", "--mpirun_hostfile")
+    ] = None,
     num_machines: Annotated[int | None, _option("num_machines", "Machines, if launched on each by hand.")] = None,
     machine_rank: Annotated[int | None, _option("machine_rank", "Which of them this is.")] = None,
     main_process_ip: Annotated[str | None, _option("main_process_ip", "The address of rank 0.")] = None,
     main_process_port: Annotated[int | None, _option("main_process_port", "The port of rank 0.")] = None,
     engine: Annotated[str | None, _option("engine", "auto, local, mpi or torchrun.")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for every rank; may be repeated.")] = None,
-    cores: Annotated[int | None, _option("cores-for-communication", "Cores of each rank that don't compute.")] = None,
+    cores: Annotated[
+        int | None, _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl")
+    ] = None,
     allocator: Annotated[str | None, _option("allocator", "default, tcmalloc or jemalloc.")] = None,
     log_dir: Annotated[str | None, _option("log_dir", "A folder for a file per rank.")] = None,
     max_restarts: Annotated[int | None, _option("max_restarts", "How often to start anew after a failure.")] = None,
@@ -50,6 +54,8 @@ def launch(
     padding: Annotated[str | None, _option("padding", "drop, or keep for stock's padded numbers.")] = None,
     compression: Annotated[str | None, _option("grad-compression", "bf16 halves what travels; else none.")] = None,
     balance: Annotated[str | None, _option("balance", "length, or off: deal samples to ranks as stock does.")] = None,
+    same_network: Annotated[bool | None, typer.Option("--same_network", "--same-network", hidden=True)] = None,
+    rdzv_backend: Annotated[str | None, typer.Option("--rdzv_backend", "--rdzv-backend", hidden=True)] = None,
     dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
@@ -73,6 +79,8 @@ def launch(
         "mixed_precision": mixed_precision,
         "use_cpu": use_cpu,
         "ipex": ipex,
+        "same_network": same_network,
+        "rdzv_backend": rdzv_backend,
     }
     notices.show()
     chosen = _configuration(config, {key: value for key, value in given.items() if value is not None})

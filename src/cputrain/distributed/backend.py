@@ -61,7 +61,8 @@ def create(options: Any, _: Any) -> CclProcessGroup:
 
 def _decline_recorder() -> None:
     """torch 2.15 hangs a flight recorder on every group that doesn't keep one, and can't on one that is all Python."""
-    getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set()).add("ccl")
+    keeping: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    keeping.add("ccl")
 
 
 def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> tuple[Transport, str]:
