@@ -44,6 +44,8 @@ class Cluster:
     replies: dict[str, list[str]] = field(default_factory=dict)
     # (method, path) → (status, reason, message), or "drop" to cut the connection.
     fault: Callable[[str, str], tuple[int, str, str] | str | None] = lambda method, path: None
+    # How many bytes of a command's output arrive before the connection drops; None: all.
+    cut: int | None = None
     requests: list[tuple[str, str]] = field(default_factory=list)
     changed: threading.Condition = field(default_factory=threading.Condition)
 
@@ -224,7 +226,7 @@ class Handler(BaseHTTPRequestHandler):
             status = {"status": "Success"}
         upgrade = self.headers.get("Upgrade", "").lower()
         speak = self._spdy if upgrade.startswith("spdy") else self._websocket
-        speak(answer.stdout, answer.stderr, json.dumps({"metadata": {}, **status}).encode())
+        speak(answer.stdout[: self.cluster.cut], answer.stderr, json.dumps({"metadata": {}, **status}).encode())
         self.close_connection = True
 
     def _switch(self, **headers: str) -> None:
@@ -243,7 +245,17 @@ class Handler(BaseHTTPRequestHandler):
         for channel, data in ((1, out), (2, err), (3, status)):
             for start in range(0, len(data), 30000):
                 self._frame(2, bytes([channel]) + data[start : start + 30000])
+            if self._drops():
+                return
         self._frame(8, struct.pack(">H", 1000))
+
+    def _drops(self) -> bool:
+        """Whether the connection ends after the output, with no word about how the command ended."""
+        if self.cluster.cut is None:
+            return False
+        self.wfile.flush()
+        self.connection.shutdown(2)
+        return True
 
     def _frame(self, opcode: int, data: bytes) -> None:
         size = bytes([len(data)]) if len(data) < 126 else bytes([126]) + struct.pack(">H", len(data))
@@ -265,6 +277,8 @@ class Handler(BaseHTTPRequestHandler):
             for start in range(0, len(data), 30000):
                 piece = data[start : start + 30000]
                 self.wfile.write(struct.pack(">IB", stream, 0) + len(piece).to_bytes(3, "big") + piece)
+            if self._drops():
+                return
             self.wfile.write(struct.pack(">IB", stream, 1) + b"\0\0\0")  # FIN
         self.wfile.flush()
         self.rfile.read(1)  # until kubectl has gone

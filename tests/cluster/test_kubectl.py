@@ -21,7 +21,7 @@ from cluster.api_server import Cluster, served
 from cluster.test_render import TRICKS
 
 from cputrain.cluster import manifests
-from cputrain.cluster.job import Job, Volume
+from cputrain.cluster.job import Job, Toleration, Volume
 from cputrain.cluster.manifest_text import plain
 
 pytestmark = pytest.mark.needs_program("kubectl", "kubernetes-client")
@@ -81,7 +81,10 @@ def here(request: Any, tmp_path: Path) -> Iterator[Here]:
         yield Here(cluster, tmp_path, {**kept, **environ, "COLUMNS": "200"})
 
 
-QA = Job("qa", "x:1", "run.py", TRICKS, workers=2, volume=Volume("data", size="1Gi"), script_text="print(1)\n")
+QA = Job(
+    "qa", "x:1", "run.py", TRICKS, workers=2, volume=Volume("data", size="1Gi"), script_text="print(1)\n", user=1234,
+    tolerations=(Toleration("dedicated"),), pull_secrets=("registry",),
+)  # fmt: skip
 
 
 def pod(number: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
@@ -285,6 +288,7 @@ def test_status_of_the_whole(here: Here) -> None:
     add_job(here.cluster, pod(0), pod(1, "Pending"), bound=False)
     text = here.cputrain("status", "qa").stdout
     assert "state: Created" in text
+    assert "– Created: said so" in text
     assert "the volume claim data is Pending, not Bound" in text
     assert "the rendezvous isn't formed: 1 of 2 pods run" in text
     here.cluster.objects.clear()
@@ -359,8 +363,13 @@ def test_copy_brings_the_model_and_leaves_no_pod(here: Here) -> None:
     for file in ("model.safetensors", "deep/config.json"):
         assert (here.folder / "model" / file).read_bytes() == (volume / "output" / file).read_bytes()
     assert here.cluster.kinds("pods") == []
-    [mount] = readers[0]["spec"]["containers"][0]["volumeMounts"]
+    spec = readers[0]["spec"]
+    [mount] = spec["containers"][0]["volumeMounts"]
     assert mount["readOnly"]
+    # It may read what the job's user wrote, and runs where the job may.
+    assert spec["securityContext"]["runAsUser"] == 1234
+    assert spec["tolerations"][0]["key"] == "dedicated"
+    assert spec["imagePullSecrets"] == [{"name": "registry"}]
 
 
 def test_copy_of_what_isnt_there(here: Here) -> None:
@@ -389,6 +398,20 @@ def test_an_archive_that_would_write_elsewhere_is_refused(here: Here) -> None:
     assert "can't be unpacked safely" in here.refused("copy", "qa", "/data/output", "model")
     assert not (here.folder / "escaped").exists()
     assert here.cluster.kinds("pods") == []
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_a_connection_that_drops_while_copying_leaves_nothing(here: Here, within: bool) -> None:
+    """Also between two files, where what came looks like a whole archive, and kubectl itself may say nothing."""
+    add_job(here.cluster)
+    source = volume_of(here) / "output"
+    packed = subprocess.run(["tar", "-C", source, "-cf", "-", "."], capture_output=True, check=True).stdout
+    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+        last = archive.getmembers()[-1]
+    here.cluster.cut = last.offset + (700 if within else 0)
+    here.refused("copy", "qa", "/data/output", "model")
+    assert here.cluster.kinds("pods") == []
+    assert not list(here.folder.glob("*model*")) + list(here.folder.glob(".model*"))
 
 
 def test_ctrl_c_removes_the_reader(here: Here) -> None:

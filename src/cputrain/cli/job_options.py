@@ -115,7 +115,7 @@ class JobOptions:
         if not self.image:
             raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
         bounds = options.least_and_most(self.elastic) if self.elastic else None
-        said = _configured(self.config, bounds is not None)
+        said = _configured(self.config)
         same = {name: value for name, value in vars(self).items() if name in Job.__dataclass_fields__}
         made = {
             "name": options.name_of(script) if self.name is None else self.name,
@@ -124,7 +124,7 @@ class JobOptions:
             "elastic": bounds,
             "processes": self.processes if self.processes is not None else said.get("processes"),
             "volume": self._volume(),
-            "environment": (*said.get("environment", ()), *options.assignments(self.env or (), "--env")),
+            "environment": options.assignments(self.env or (), "--env"),
             "secrets": options.secrets(self.secret_env or ()),
             "preload": tuple(self.preload or ()),
             "launch_options": said.get("launch_options", ()),
@@ -157,7 +157,7 @@ class JobOptions:
         return Volume(self.pvc, self.mount, self.create_pvc, self.storage_class)
 
 
-def _configured(path: Path | None, elastic: bool) -> dict[str, Any]:
+def _configured(path: Path | None) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
     from cputrain.launch import config_file
 
@@ -168,9 +168,6 @@ def _configured(path: Path | None, elastic: bool) -> dict[str, Any]:
         "workers": config.num_machines,
         "processes": config.num_processes // config.num_machines,
     }
-    if elastic:  # torchrun knows no such options: the variables that launch would set
-        variables = {"ACCELERATE_MIXED_PRECISION": config.mixed_precision, "CPUTRAIN_IPEX": str(config.ipex).lower()}
-        return {**found, "environment": tuple(variables.items())}
     words = ["--mixed_precision", config.mixed_precision] if config.mixed_precision != "no" else []
     return {**found, "launch_options": (*words, *(() if config.ipex else ("--no-ipex",)))}
 

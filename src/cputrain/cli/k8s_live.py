@@ -169,12 +169,10 @@ def copy(
         mounts = ", ".join(mount for _, mount in found) or "none"
         raise ValueError(f"{source} is on no volume of {name}: its volumes are mounted at: {mounts}.")
     claim, mount = max(chosen, key=lambda pair: len(pair[1]))
-    spec = templates[-1]["spec"]
-    secrets = [row["name"] for row in spec.get("imagePullSecrets", ())]
     # SIGTERM as Ctrl-C, so that the reader pod is removed then, too.
     signal.signal(signal.SIGTERM, _interrupt)
     path = source.removeprefix(mount.rstrip("/")).strip("/")
-    count = copying.copy(kubectl, claim, path, target, spec["containers"][0]["image"], secrets, patience)
+    count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
     print(f"{count} files are in {target}")
 
 

@@ -11,38 +11,40 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 from uuid import uuid4
 
+from cputrain.cluster.check_pod import mapping
 from cputrain.cluster.kubectl import Kubectl, refusal
 
 _MOUNT = "/data"
 _SECONDS = 3600  # the reader ends by itself, should nobody be left to delete it
 
 
-def reader(name: str, claim: str, image: str, pull_secrets: list[str]) -> dict[str, Any]:
-    """A pod that sleeps beside the volume, and may do nothing else."""
+def reader(name: str, claim: str, trained: dict[str, Any]) -> dict[str, Any]:
+    """A pod that sleeps beside the volume, and may do nothing else: as the user and where the job's own pods run."""
+    user = mapping(trained.get("securityContext")).get("runAsUser") or 1000
     container = {
         "name": "reader",
-        "image": image,
+        "image": trained["containers"][0]["image"],
         "command": ["sleep", str(_SECONDS)],
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
         "resources": {side: {"cpu": "1", "memory": "256Mi"} for side in ("limits", "requests")},
         "volumeMounts": [{"name": "data", "mountPath": _MOUNT, "readOnly": True}],
     }
     spec: dict[str, Any] = {
+        **{key: trained[key] for key in ("imagePullSecrets", "nodeSelector", "tolerations") if key in trained},
         "restartPolicy": "Never",
         "activeDeadlineSeconds": _SECONDS,
         "automountServiceAccountToken": False,
         "securityContext": {
             "runAsNonRoot": True,
-            "runAsUser": 1000,
-            "fsGroup": 1000,
+            "runAsUser": user,
+            "fsGroup": user,
             "seccompProfile": {"type": "RuntimeDefault"},
         },
         "containers": [container],
         "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}],
-        "imagePullSecrets": [{"name": secret} for secret in pull_secrets],
     }
     metadata = {
         "name": name,
@@ -51,17 +53,18 @@ def reader(name: str, claim: str, image: str, pull_secrets: list[str]) -> dict[s
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
 
-def copy(
-    kubectl: Kubectl, claim: str, path: str, target: Path, image: str, pull_secrets: list[str], patience: int
-) -> int:
-    """Copies `path` of the volume to `target`, which must not exist, and returns the number of files."""
+def copy(kubectl: Kubectl, claim: str, path: str, target: Path, trained: dict[str, Any], patience: int) -> int:
+    """Copies `path` of the volume to `target`, which must not exist, and returns the number of files.
+
+    `trained` is the specification of the pods that wrote it.
+    """
     if target.exists():
         raise ValueError(f"{target} exists already: choose another place.")
     if not target.resolve().parent.is_dir():
         raise ValueError(f"{target.parent} is no folder.")
     if path.startswith("/") or ".." in path.split("/") or "\0" in path:
         raise ValueError(f"the path must lie in the volume, found {path!r}.")
-    with _reader(kubectl, claim, image, pull_secrets, patience) as name:
+    with _reader(kubectl, reader(f"cputrain-reader-{uuid4().hex[:8]}", claim, trained), patience) as name:
         beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
         try:
             _unpack(kubectl, name, path, beside)
@@ -74,15 +77,34 @@ def copy(
 
 
 @contextmanager
-def _reader(kubectl: Kubectl, claim: str, image: str, secrets: list[str], patience: int) -> Iterator[str]:
-    name = f"cputrain-reader-{uuid4().hex[:8]}"
+def _reader(kubectl: Kubectl, pod: dict[str, Any], patience: int) -> Iterator[str]:
+    name = pod["metadata"]["name"]
     try:
         # From here on it may exist, even if the answer never came: Ctrl-C included.
-        kubectl.run("create", "--filename=-", given=json.dumps(reader(name, claim, image, secrets)))
+        kubectl.run("create", "--filename=-", given=json.dumps(pod))
         kubectl.run("wait", "--for=condition=Ready", f"pod/{name}", f"--timeout={patience}s")
         yield name
     finally:
         kubectl.run("delete", "pod", name, "--ignore-not-found", "--wait=false", "--grace-period=0")
+
+
+class _Stream:
+    """What comes through, and whether it came to its end: an archive ends with a kilobyte of zeros.
+
+    kubectl 1.27 says nothing when the connection drops, and between two files tarfile doesn't notice either.
+    """
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source, self._tail = source, b""
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._source.read(size)
+        self._tail = (self._tail + data)[-1024:]
+        return data
+
+    @property
+    def is_whole(self) -> bool:
+        return self._tail == bytes(1024)
 
 
 def _unpack(kubectl: Kubectl, pod: str, path: str, folder: Path) -> None:
@@ -91,10 +113,11 @@ def _unpack(kubectl: Kubectl, pod: str, path: str, folder: Path) -> None:
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stderr
+        stream = _Stream(process.stdout)
         try:
-            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
                 archive.extractall(folder, filter="data")
-            process.stdout.read()
+            stream.read()
         except tarfile.TarError as error:
             process.kill()
             said = process.stderr.read().decode(errors="replace").strip()
@@ -107,3 +130,5 @@ def _unpack(kubectl: Kubectl, pod: str, path: str, folder: Path) -> None:
         said = process.stderr.read().decode(errors="replace")
     if process.returncode:
         raise refusal(said)
+    if not stream.is_whole:
+        raise ValueError("the connection dropped before all had come: try again.")

@@ -73,5 +73,16 @@ def table(status: Status) -> Group:
         # Text, not markup: what a cluster says may hold brackets.
         made.add_row(*map(Text, (row.name, row.phase, str(row.restarts), row.node, row.trouble)))
     colour = {"Succeeded": "green", "Failed": "red"}.get(status.job.state, "yellow")
-    lines = [Text(f"state: {status.job.state}", style=colour), *(Text(f"! {note}") for note in status.notes)]
+    lines = [Text(f"state: {status.job.state}", style=colour), *map(Text, _conditions(status.job))]
+    lines += [Text(f"! {note}") for note in status.notes]
     return Group(*([made] if status.rows else [Text(f"{status.job.kind} {status.job.name}: no pods")]), *lines)
+
+
+def _conditions(job: ClusterJob) -> list[str]:
+    """What the operator says of the job, with the time: a line each."""
+    rows = []
+    for row in job.conditions:
+        said = " ".join(str(row.get(key) or "") for key in ("reason", "message")).strip()
+        holds = "" if row.get("status") == "True" else " no longer"
+        rows.append(f"{row.get('lastTransitionTime') or '–'} {row.get('type')}{holds}{': ' if said else ''}{said}")
+    return rows
