@@ -416,7 +416,7 @@ def test_a_connection_that_drops_while_copying_leaves_nothing(here: Here, within
 
 def test_ctrl_c_removes_the_reader(here: Here) -> None:
     add_job(here.cluster)
-    here.cluster.replies["tar"] = ["sleep", "30"]
+    here.cluster.replies["tar"] = ["sleep", "120"]  # longer than the test waits
     command = [sys.executable, "-m", "cputrain", "k8s", "copy", "qa", "/data/output", "model"]
     # A group of its own, so that kubectl gets the signal as a terminal's Ctrl-C would send it.
     process = subprocess.Popen(
