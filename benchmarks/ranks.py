@@ -24,14 +24,13 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import machine
+import real_data
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
-from benchmarks import machine, real_data  # noqa: E402
-
 Row = dict[str, str]
 SCRIPT = ROOT / "examples" / "question_answering" / "run_qa.py"
 BATCH, LENGTH = 12, 384
