@@ -76,9 +76,6 @@ API const char* cputrain_oneccl_error() { return last_error.c_str(); }
 API Group* cputrain_oneccl_meet(char* address, int64_t first) {
   return guarded<Group*>(nullptr, [&] {
     ccl::init();
-    static const int registered =
-        on_exit(end_soon, nullptr);  // runs before what oneCCL has registered
-    (void)registered;
     auto group = std::make_unique<Group>();
     ccl::kvs::address_type place;
     if (first) {
@@ -97,6 +94,7 @@ API int64_t cputrain_oneccl_join(Group* group, int64_t size, int64_t rank) {
   return guarded<int64_t>(-1, [&] {
     group->ranks = std::make_unique<ccl::communicator>(
         ccl::create_communicator(static_cast<int>(size), static_cast<int>(rank), group->store));
+    on_exit(end_soon, nullptr);  // handlers run in reverse: before those that oneCCL has registered
     return int64_t{0};
   });
 }
@@ -109,7 +107,10 @@ API int64_t cputrain_oneccl_leave(Group* group) {
 }
 
 // A group has failed: the process is to end without oneCCL's help.
-API void cputrain_oneccl_abandon() { abandoned = true; }
+API void cputrain_oneccl_abandon() {
+  abandoned = true;
+  on_exit(end_soon, nullptr);
+}
 
 API ccl::event* cputrain_oneccl_all_reduce(Group* group, void* data, int64_t count, int64_t dtype,
                                            int64_t reduction) {
