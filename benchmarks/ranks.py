@@ -34,6 +34,11 @@ ROOT = Path(__file__).parents[1]
 Row = dict[str, str]
 SCRIPT = ROOT / "examples" / "question_answering" / "run_qa.py"
 BATCH, LENGTH = 12, 384
+# As a script's own loop has it by default, and as Trainer and Accelerate have it under cputrain.
+DDP_OPTIONS: dict[str, dict[str, bool]] = {
+    "gradients copied": {},
+    "gradients in buckets": {"gradient_as_bucket_view": True},
+}
 
 
 def row(what: str, found: str, floor: str, held: bool) -> Row:
@@ -70,11 +75,11 @@ def ddp_times(rank: int, steps: int) -> dict[str, list[float]]:
 
     size = BertConfig(hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536)
     model = BertModel(size, add_pooling_layer=False)
-    gloo = dist.new_group(backend="gloo")
+    groups = {"ccl": dist.group.WORLD, "gloo": dist.new_group(backend="gloo")}
     wrapped = {
-        "ccl": DistributedDataParallel(copy.deepcopy(model)),
-        "as wrapped by Accelerate": DistributedDataParallel(copy.deepcopy(model), gradient_as_bucket_view=True),
-        "gloo": DistributedDataParallel(copy.deepcopy(model), process_group=gloo),
+        f"{name}, {about}": DistributedDataParallel(copy.deepcopy(model), process_group=group, **options)
+        for about, options in DDP_OPTIONS.items()
+        for name, group in groups.items()
     }
     tokens = torch.randint(0, 30000, (2, 32))
     times: dict[str, list[float]] = {"no_sync": [], **{name: [] for name in wrapped}}
@@ -98,13 +103,13 @@ def ddp_times(rank: int, steps: int) -> dict[str, list[float]]:
 def ddp_rows(steps: int) -> Iterator[Row]:
     times = {name: statistics.median(values) for name, values in two_ranks(ddp_times, steps).items()}
     extra = {name: times[name] - times["no_sync"] for name in times}
-    for name, about in (("ccl", "plain"), ("as wrapped by Accelerate", "as Trainer and Accelerate have it here")):
-        ratio = extra[name] / extra["gloo"]
+    for about in DDP_OPTIONS:
+        ours, gloo = extra[f"ccl, {about}"], extra[f"gloo, {about}"]
         yield row(
             f"extra time of DDP over no_sync, 22 M parameters, ccl / gloo, medians; {about}",
-            f"**{ratio:.2f}** ({extra[name]:.1f} / {extra['gloo']:.1f} ms, over {times['no_sync']:.0f} ms)",
+            f"**{ours / gloo:.2f}** ({ours:.1f} / {gloo:.1f} ms, over {times['no_sync']:.0f} ms)",
             "≤ 0.4",
-            ratio <= 0.4,
+            ours <= 0.4 * gloo,
         )
 
 

@@ -14,7 +14,7 @@ from tests.integrations.test_trainer import SIDES, assert_same_history, history,
 
 __all__ = ["keep_padding"]  # a fixture, for all tests here too
 OLDEST = "4.48"
-SUITES = ("test_flags.py", "test_trainer.py", "test_accelerator.py")
+SUITES = ("test_flags.py", "test_trainer.py", "test_accelerator.py", "test_balance.py")
 SAVE = """
 import sys
 from pathlib import Path
