@@ -15,10 +15,7 @@ To add a kernel: write a generator of `Case`s and decorate it with `@kernel`.
 
 from __future__ import annotations
 
-import argparse
-import ctypes
-import json
-import os
+import itertools
 import statistics
 import sys
 import time
@@ -26,8 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from interleaved import environment, usable_cores
-from machine import cpuinfo, table
+import small_cases
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
@@ -341,13 +337,6 @@ def measure(case: Case, budget: float) -> dict[str, float | str]:
     }
 
 
-def keep_freed_memory() -> None:
-    """Fresh pages cost more than any kernel here; in training, too, buffers are used again."""
-    libc = ctypes.CDLL(None)
-    for option, value in ((-4, 0), (-1, 2**31 - 1)):  # M_MMAP_MAX, M_TRIM_THRESHOLD
-        libc.mallopt(option, value)
-
-
 def printed(result: dict[str, float | str]) -> dict[str, str]:
     return {
         "kernel": str(result["kernel"]),
@@ -361,43 +350,9 @@ def printed(result: dict[str, float | str]) -> dict[str, str]:
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", choices=["native", "avx2"], default="native", help="avx2 limits both sides to it")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--only", default="", help="cases whose name contains this")
-    parser.add_argument("--seconds", type=float, default=1.0, help="for each case")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    settings = arguments()
-    limits = environment(settings.isa, settings.threads, ours=True)
-    if any(os.environ.get(name) != value for name, value in limits.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | limits)  # read when torch is loaded
-    keep_freed_memory()
-    import torch
-
-    from cputrain import native
-
-    torch.set_num_threads(settings.threads)
-    results = []
-    for cases in KERNELS.values():
-        for case in cases():
-            if settings.only in case.name:
-                results.append(measure(case, settings.seconds))
-                print(f"{case.name}: {results[-1]['share']:.0%}", file=sys.stderr)
-    if settings.json:
-        print(json.dumps(results, indent=1))
-    elif results:
-        print(
-            f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n"
-        )
-        print(table([printed(result) for result in results]))
-    else:
-        raise SystemExit(f"no kernel's name contains {settings.only!r}")
+def all_cases() -> Iterator[Case]:
+    return itertools.chain.from_iterable(cases() for cases in KERNELS.values())
 
 
 if __name__ == "__main__":
-    main()
+    small_cases.run("kernels", str(__doc__), all_cases, lambda case, given: measure(case, given.seconds), printed, 1.0)

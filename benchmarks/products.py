@@ -12,9 +12,7 @@ differ in magnitude.
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
+import itertools
 import statistics
 import sys
 import time
@@ -22,8 +20,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from interleaved import environment, usable_cores
-from machine import cpuinfo, table
+import small_cases
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "src"))
 
@@ -115,45 +112,16 @@ def printed(result: dict) -> dict[str, str]:
     }
 
 
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", choices=["native", "avx2"], default="native", help="avx2 limits both sides to it")
-    parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--only", default="", help="products whose name contains this")
-    parser.add_argument("--seconds", type=float, default=0.5, help="for each product")
-    parser.add_argument("--json", action="store_true")
-    return parser.parse_args()
-
-
-def main() -> None:
-    settings = arguments()
-    limits = environment(settings.isa, settings.threads, ours=True)
-    if any(os.environ.get(name) != value for name, value in limits.items()):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | limits)  # read when torch is loaded
-    from kernels import keep_freed_memory
-
-    keep_freed_memory()
-    import torch
-
-    from cputrain import native
-
-    torch.set_num_threads(settings.threads)
-    results = []
-    for model in SHAPES:
-        for case in cases(model):
-            if settings.only in case.name:
-                results.append(measure(case, settings.seconds, settings.threads))
-                print(f"{case.name}: {results[-1]['best']:.2f}", file=sys.stderr)
-    if settings.json:
-        print(json.dumps(results, indent=1))
-    elif results:
-        print(
-            f"{cpuinfo('model name')}, {native.kernels().isa}, {settings.threads} threads, torch {torch.__version__}\n"
-        )
-        print(table([printed(result) for result in results]))
-    else:
-        raise SystemExit(f"no product's name contains {settings.only!r}")
+def all_cases() -> Iterator[Case]:
+    return itertools.chain.from_iterable(map(cases, SHAPES))
 
 
 if __name__ == "__main__":
-    main()
+    small_cases.run(
+        "products",
+        str(__doc__),
+        all_cases,
+        lambda case, given: measure(case, given.seconds, given.threads),
+        printed,
+        seconds=0.5,
+    )
