@@ -130,9 +130,7 @@ def delete(
     """Delete a job with its pods, script and runtime. The volume stays, unless --with-data is given."""
     from cputrain.cluster import cluster_job
 
-    kubectl = _kubectl(context, namespace)
-    job = cluster_job.find(kubectl, name)
-    templates = cluster_job.templates(kubectl, job)
+    kubectl, job, templates = _with_templates(name, context, namespace)
     claims = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
     group = str(job.value["apiVersion"]).partition("/")[0]
     kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
@@ -160,9 +158,7 @@ def copy(
     """Copy a trained model from a job's volume: a pod that may only read it is made, and removed in any case."""
     from cputrain.cluster import cluster_job, copying
 
-    kubectl = _kubectl(context, namespace)
-    job = cluster_job.find(kubectl, name)
-    templates = cluster_job.templates(kubectl, job)
+    kubectl, _, templates = _with_templates(name, context, namespace)
     found = [pair for template in templates for pair in cluster_job.claims(template)]
     chosen = [(claim, mount) for claim, mount in found if f"{source}/".startswith(f"{mount.rstrip('/')}/")]
     if not chosen:
@@ -174,6 +170,15 @@ def copy(
     path = source.removeprefix(mount.rstrip("/")).strip("/")
     count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
     print(f"{count} files are in {target}")
+
+
+def _with_templates(name: str, context: str | None, namespace: str | None) -> tuple[Any, Any, list[dict[str, Any]]]:
+    """kubectl, the job on the cluster, and the templates of its pods."""
+    from cputrain.cluster import cluster_job
+
+    kubectl = _kubectl(context, namespace)
+    job = cluster_job.find(kubectl, name)
+    return kubectl, job, cluster_job.templates(kubectl, job)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
