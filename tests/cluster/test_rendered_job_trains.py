@@ -120,7 +120,7 @@ def assert_trained(folder: Path, pods: Pods, hosts: list[str]) -> None:
     assert sum(value.double().sum() for value in saved.values()).item() == pytest.approx(found[0]["sum"], rel=1e-6)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 120) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 240) -> None:
     limit = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < limit
