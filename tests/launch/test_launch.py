@@ -60,17 +60,8 @@ def test_options_win_over_the_file(script: Path) -> None:
 
 def test_accelerates_own_spellings_are_accepted(script: Path) -> None:
     (script.parent / "hosts").write_text("localhost\n")
-    flags = [
-        "--mpirun_hostfile",
-        "hosts",
-        "--mpirun_ccl",
-        "1",
-        "--same_network",
-        "--rdzv_backend",
-        "static",
-        "--dry-run",
-    ]
-    answer = launch(*flags, "--dry-run", str(script), home=script.parent)
+    flags = ["--mpirun_hostfile", "hosts", "--mpirun_ccl", "1", "--same_network", "--rdzv_backend", "static"]
+    answer = launch(*flags, "--dry-run", script, folder=script.parent)
     assert answer.returncode == 0, answer.stderr
     assert "cores" in answer.stdout
 
