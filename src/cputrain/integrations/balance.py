@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, get_sampler
+from accelerate.state import PartialState
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from cputrain.integrations import settings
@@ -34,9 +35,15 @@ def balance(loader: Any, *, order_counts: bool, own_loss: bool) -> None:
     try:
         BalancedShard.take_over(_shard(loader, order_counts, own_loss), lengths_of(loader.dataset))
     except NotKnown as reason:
-        mention_once(f"samples go to the ranks as stock deals them, not by length: {reason}")
+        _say(f"samples go to the ranks as stock deals them, not by length: {reason}")
     else:
-        mention_once("samples of a global batch go to the ranks by length (--balance off: as stock deals them)")
+        _say("samples of a global batch go to the ranks by length (--balance off: as stock deals them)")
+
+
+def _say(line: str) -> None:
+    """Once, and by one rank: all have the same reason."""
+    if PartialState().is_main_process:
+        mention_once(line)
 
 
 def _shard(loader: Any, order_counts: bool, own_loss: bool) -> BatchSamplerShard:
