@@ -66,7 +66,8 @@ class Ranks:
         for host in self.cluster.hosts:
             host.end_all()
         for process in self.started:
-            process.communicate()
+            process.send_signal(signal.SIGCONT)  # nsenter stops with the rank that it has started
+            process.communicate(timeout=30)
 
 
 @pytest.fixture
@@ -131,3 +132,17 @@ def test_late_is_not_dead(ranks: Callable[..., Ranks]) -> None:
     psutil.Process(running.pid(2)).kill()
     said = running.ended(0, seconds=60)[0][1]
     assert int(re.search(r"this rank is in all_reduce number (\d+)", said)[1]) > 2, said
+
+
+@pytest.mark.parametrize("late", [0, 1, 2])
+def test_the_timeout_is_honoured_and_names_the_late_rank(late: int, ranks: Callable[..., Ranks]) -> None:
+    running = ranks("8")
+    stopped = psutil.Process(running.pid(late))
+    stopped.send_signal(signal.SIGSTOP)
+    began = time.time()
+    found = running.ended(*{0, 1, 2} - {late}, seconds=60)
+    for when, said in found.values():
+        assert 7 < when - began < 30
+        assert said.startswith(f"PeerLate: rank {late} (host {running.hosts[late].name}, "), said
+        assert "is late: waited 8 s (ddp_timeout)" in said
+    stopped.kill()

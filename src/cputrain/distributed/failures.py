@@ -75,6 +75,12 @@ def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     return PeerDied(f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}.")
 
 
+def late(peer: Peer, seconds: float, last: str, mine: str) -> PeerLate:
+    return PeerLate(
+        f"{peer} is late: waited {seconds:g} s (ddp_timeout); its last collective was {last}; this rank is in {mine}."
+    )
+
+
 def late_elsewhere(timeout: float) -> PeerLate:
     return PeerLate(f"another machine is late: waited {timeout:g} s (ddp_timeout) for its ranks.")
 
@@ -85,6 +91,8 @@ def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: 
         elsewhere = everybody[status.culprit - len(peers)]
         if status.kind == native_calls.MISMATCH:
             return CollectivesDiffer(f"the ranks called different collectives: {elsewhere} is not in {mine}.")
+        if status.kind == native_calls.TIMEOUT:
+            return late(elsewhere, seconds, "the one before", mine)
         return died_elsewhere(elsewhere, "the one before", mine)
     if status.kind == native_calls.ABORTED or status.culprit < 0:
         return CollectiveError(f"{mine} was ended: the process group has been shut down.")

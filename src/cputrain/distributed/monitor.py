@@ -4,6 +4,9 @@ Every rank holds a TCP connection to the group's first rank. A process that is k
 machine or link that is gone no longer answers the kernel's keep-alive probes, and its connection breaks after about
 ten seconds. The probes are answered by the other kernel: a rank that computes, holds the GIL or is stopped is late,
 not dead. Forked workers close their copy of the connection, so they don't keep a dead rank alive.
+
+A rank that is in a collective for more than a second says so, with the collective's number, and the first rank passes
+it on: so everybody knows who is late when the time is over.
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from cputrain.distributed import communication_cpus
 
 _IDLE, _INTERVAL, _PROBES = 3, 2, 4  # seconds, seconds: broken after 11 s without an answer
 _NUMBER = struct.Struct("i")
+_PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that it is in
+_TICK = 1.0  # seconds
 _BYE = -1  # of the one who sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
+_IN_COLLECTIVE = -(2**31)  # a progress follows
 
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
@@ -41,10 +47,25 @@ class Monitor:
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
         self.left: dict[int, float] = {}  # who has ended the group properly, and when
+        self._size, self._entered, self._entered_at = size, 0, time.monotonic()
+        self._progress = dict.fromkeys(range(size), 0)  # the collective that each rank is known to have come to
+        self._told: dict[int, int] = {}  # what of it was passed on
         self._closing = False
         self._thread = threading.Thread(target=self._serve, name="cputrain-monitor", daemon=True)
         self._thread.start()
         _live.add(self)
+
+    def enter(self, number: int) -> None:
+        """This rank comes to its next collective."""
+        self._entered, self._entered_at = number, time.monotonic()
+
+    def absent(self) -> int | None:
+        """Who has not come to the collective that this rank waits in; None if nobody is known, or it is too early."""
+        if time.monotonic() - self._entered_at < 3 * _TICK:
+            return None
+        others = (rank for rank in range(self._size) if rank != self.rank)
+        # The first rank passes on what the others say: if it is late itself, nothing is known of them.
+        return next((rank for rank in others if self._progress[rank] < self._entered), None)
 
     def culprit(self) -> int:
         """Who is most likely the cause if a collective has failed."""
@@ -73,9 +94,10 @@ class Monitor:
                 selector.register(connection, selectors.EVENT_READ, peer)
             selector.register(self._woken, selectors.EVENT_READ, None)
             while not self._closing and self.dead < 0 and not self._nobody_is_left():
-                for key, _ in selector.select():
+                for key, _ in selector.select(_TICK):
                     if key.data is not None and not self._listen(key.data):
                         selector.unregister(key.fileobj)
+                self._tell_progress()
 
     def _listen(self, peer: int) -> bool:
         """Whether there is more to hear from this peer."""
@@ -89,10 +111,26 @@ class Monitor:
                 self._report(peer)
         elif number >= 0:
             self._report(number)
+        elif number == _IN_COLLECTIVE:
+            rank, came_to = _PROGRESS.unpack(self._connections[peer].recv(_PROGRESS.size, socket.MSG_WAITALL))
+            self._progress[rank] = max(came_to, self._progress[rank])
+            return True
         else:
             self._note_end(peer if number == _BYE else -2 - number)
             return number != _BYE
         return False
+
+    def _tell_progress(self) -> None:
+        if time.monotonic() - self._entered_at > _TICK:
+            self._progress[self.rank] = self._entered
+        known = self._progress if self.rank == 0 else {self.rank: self._progress[self.rank]}
+        news = {rank: number for rank, number in known.items() if self._told.get(rank, 0) != number}
+        self._told |= news
+        text = b"".join(_NUMBER.pack(_IN_COLLECTIVE) + _PROGRESS.pack(*one) for one in news.items())
+        for peer, connection in self._connections.items():
+            if text and peer not in self.left:
+                with contextlib.suppress(OSError):
+                    connection.sendall(text)
 
     def _nobody_is_left(self) -> bool:
         return all(peer in self.left for peer in self._connections)

@@ -23,7 +23,9 @@ from cputrain.distributed.failures import (
     CollectivesDiffer,
     Peer,
     PeerDied,
+    PeerLate,
     died_elsewhere,
+    late,
     left_elsewhere,
 )
 from cputrain.distributed.monitor import Monitor
@@ -44,7 +46,7 @@ class Levels:
 
 
 def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Whoever was told of a death by its own machine looks up who it was."""
+    """Whoever was told of a death by its own machine, or waited in vain, looks up who it was."""
 
     @functools.wraps(collective)
     def run(self: TwoLevelTransport, *arguments: Any, **named: Any) -> _Result:
@@ -52,6 +54,9 @@ def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
             return collective(self, *arguments, **named)
         except PeerDied:
             self.check_peers()
+            raise
+        except PeerLate:
+            self.name_late()
             raise
 
     return run
@@ -62,6 +67,7 @@ class TwoLevelTransport(Transport):
         self._local, self._between, self._flat = levels.local, levels.between, levels.flat
         self._monitor, self._peers = levels.monitor, peers
         self._count, self._mine, self._last = 0, "no collective", "none in this group"
+        self._timeout = 0.0
         self._machines, self.rank = machines, rank
         self.size = sum(len(machine) for machine in machines)
         self._here = next(number for number, machine in enumerate(machines) if rank in machine)
@@ -225,9 +231,17 @@ class TwoLevelTransport(Transport):
             if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
                 raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
 
+    def name_late(self) -> None:
+        """Raises if it is known who has not come to this collective, of whichever machine."""
+        found = self._monitor.absent()
+        if found is not None:
+            raise late(self._peers[found], self._timeout, self._last, self._mine) from None
+
     def _enter(self, name: str, dtype: object, size: int, timeout: float, root: int = -1) -> None:
         """Every collective begins here: the machines' first ranks compare what they are about to do."""
         self._count += 1
+        self._timeout = timeout
+        self._monitor.enter(self._count)
         self._last, self._mine = self._mine, f"{name} number {self._count} ({dtype}, {size:,} bytes, root {root})"
         if self._between is None:
             return
@@ -253,6 +267,10 @@ class TwoLevelTransport(Transport):
         """An engine that failed is never used again, and the rest of this machine hears of it."""
         try:
             return call()
+        except PeerLate:
+            self._broken = True
+            self._local.report(native_calls.TIMEOUT, self._monitor.absent() or 0)
+            raise
         except CollectiveError:
             self._broken = True
             self._local.report(native_calls.DIED, self._monitor.culprit())

@@ -18,6 +18,8 @@ from cputrain.distributed.engines import Engine, Watch
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
 _SLICE = timedelta(milliseconds=200)
+# gloo's own time limit would be over at the same moment as ours, and look like a broken connection.
+_LONGER = timedelta(seconds=60)
 # Engines of groups that failed: their threads still wait for peers that never answer, and ending gloo would wait too,
 # for the whole timeout. So they are never freed, not even when the interpreter ends.
 _abandoned: list[Any] = []
@@ -30,7 +32,7 @@ class GlooEngine(Engine):
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, watch: Watch) -> None:
         options = dist.ProcessGroupGloo._Options()
         options._threads = 2
-        options._timeout = timeout
+        options._timeout = timeout + _LONGER
         with communication_cpus.threads_start_there():
             # By address, of the route to the master: a host's own name may mean another network, or nothing.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
