@@ -78,6 +78,15 @@ def test_what_is_not_known_is_said_once(caplog) -> None:
     ]
 
 
+def test_a_process_for_each_cpu_of_the_host_is_not_followed(caplog) -> None:
+    """What the operator says where the manifest says nothing: out of memory, or a deadlock."""
+    told = {**ELASTIC, "PET_NPROC_PER_NODE": "auto"}
+    fields(told)
+    assert "PET_NPROC_PER_NODE=auto would be a process for each of the host's CPUs" in caplog.text
+    place = ranks.find(told)
+    assert isinstance(place, ranks.Node) and kubeflow.processes_here(place, None, None) == 1
+
+
 @pytest.mark.parametrize(
     ("told", "said"),
     [

@@ -37,6 +37,12 @@ def order_fields(place: Node, told: Mapping[str, str], config: Config) -> dict[s
     unread = sorted(name for name in told if name.startswith("PET_") and name not in _READ)
     if unread:
         logger.warning(f"{', '.join(unread)}: without effect, cputrain launch doesn't know of it")
+    word = told.get("PET_NPROC_PER_NODE") or "1"
+    if not word.isdecimal():
+        logger.warning(
+            f"PET_NPROC_PER_NODE={word} would be a process for each of the host's CPUs, and isn't followed: one "
+            "process computes with all CPUs of this pod; nprocPerNode, or --ppn, says otherwise"
+        )
     fields: dict[str, Any] = {"machines": place.machines, "most": place.most}
     if told.get("PET_MAX_RESTARTS"):
         fields["max_restarts"] = config.max_restarts or number(told, "PET_MAX_RESTARTS")
