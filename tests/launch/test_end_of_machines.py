@@ -68,7 +68,11 @@ class Machines:
             )
             for n in range(2)
         ]
-        self.wait_for(lambda: "SAVING" in self.output())
+        try:
+            self.wait_for(lambda: "SAVING" in self.output())
+        except BaseException:
+            self.__exit__()
+            raise
 
     def output(self) -> str:
         return "\n".join((self.folder / f"out-{n}").read_text() for n in range(2))
