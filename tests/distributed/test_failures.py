@@ -230,7 +230,8 @@ def test_a_stopped_rank_of_another_machine_is_waited_for(tmp_path) -> None:
     assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 3
 
 
-def test_mismatched_collectives_of_two_machines_are_reported(tmp_path) -> None:
-    found = said(tmp_path, "sizes_differ", 2, CPUTRAIN_CCL_TEST_MACHINES="0;1")
+@pytest.mark.parametrize("name", ["sizes_differ", "parts_differ"])
+def test_mismatched_collectives_of_two_machines_are_reported(name: str, tmp_path) -> None:
+    found = said(tmp_path, name, 2, CPUTRAIN_CCL_TEST_MACHINES="0;1")
     for _, text in found.values():
         assert text.startswith("CollectivesDiffer: the ranks called different collectives"), text

@@ -14,6 +14,8 @@ logger = logging.getLogger("cputrain")
 def say_what_has_no_effect(transport: str, environ: Mapping[str, str]) -> None:
     """One line each, once: a setting that does nothing must not look as if it did."""
     if "oneccl" in transport:
+        if environ.get("CCL_WORKER_COUNT") and environ.get("CCL_WORKER_OFFLOAD") == "0":
+            _say_once("CCL_WORKER_COUNT has no effect: no core is kept for oneCCL's workers (CCL_WORKER_OFFLOAD=0)")
         return
     if environ.get("CCL_ATL_TRANSPORT"):
         _say_once(f"CCL_ATL_TRANSPORT has no effect: it is oneCCL's, and {transport} carries the data")
