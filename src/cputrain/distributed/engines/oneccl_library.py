@@ -47,6 +47,8 @@ class Library:
         arguments = [f"-I{prefix}/include", f"-L{prefix}/lib/ccl/cpu/lib", "-l:libccl.so.1"]
         arguments += [f"-Wl,-rpath,{prefix}/lib/ccl/cpu/lib", "-fvisibility=hidden"]
         path = compiled.library("libcputrain_oneccl.so", _SOURCE.read_text(), arguments, "oneCCL's transport")
+        # By its path: LD_LIBRARY_PATH, which Intel's mpirun needs, would lead to the one for GPUs.
+        ctypes.CDLL(f"{prefix}/lib/ccl/cpu/lib/libccl.so.1")
         library = ctypes.CDLL(str(path))
         for name, (result, parameters) in _FUNCTIONS.items():
             function = getattr(library, f"cputrain_oneccl_{name}")
