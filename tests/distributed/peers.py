@@ -46,6 +46,7 @@ def main() -> None:
     while time.monotonic() - begun < 100:
         if how == "gil" and str(dist.get_rank()) in ranks.split(","):
             ctypes.PyDLL(None).sleep(20)
+            how = ""  # once
         tensor.fill_(1)
         try:
             dist.all_reduce(tensor)
