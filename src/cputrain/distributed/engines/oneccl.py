@@ -203,7 +203,8 @@ class _EngineThread:
         pace = self._pace()
         while self._running:
             count = len(self._running)
-            self._running = [item for item in self._running if not self._is_done(item)]
+            stretch = _STRETCH if pace.is_fast() else _STRETCH // 10
+            self._running = [item for item in self._running if not self._is_done(item, stretch)]
             changed = len(self._running) < count or not self._queue.empty()
             while not self._queue.empty():
                 self._begin(self._queue.get())
@@ -215,8 +216,8 @@ class _EngineThread:
     def _pace(self) -> Pace:
         return Pace(sum(item.size for item in self._running))
 
-    def _is_done(self, item: _Started) -> bool:
-        answer = self._library.done(item.answer, _STRETCH)
+    def _is_done(self, item: _Started, stretch: int) -> bool:
+        answer = self._library.done(item.answer, stretch)
         if answer < 0:
             item.error = self._library.error().decode(errors="replace") or "no reason given"
         if answer:

@@ -30,8 +30,11 @@ class Pace:
         self._full_speed = time.monotonic() + _BEGIN + size * _PER_BYTE
         self._pause = _SHORTEST
 
+    def is_fast(self) -> bool:
+        return time.monotonic() < self._full_speed
+
     def rest(self) -> None:
-        if time.monotonic() < self._full_speed:
+        if self.is_fast():
             os.sched_yield()  # to the peer, if there are more ranks than cores
             return
         time.sleep(self._pause)
