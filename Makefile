@@ -30,6 +30,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 build: $(INSTALLED) ## compile the native library after an edit of csrc/
 	test -f $(BUILD_TREE)/CMakeCache.txt || $(PIP) install --quiet --no-build-isolation --no-deps -e .
 	$(BIN)/cmake --build $(BUILD_TREE)
+	rm -f src/cputrain/lib/*.so # a new file: written over, the old one would end whatever process uses it
 	$(BIN)/cmake --install $(BUILD_TREE)
 
 demo: build ## train a small question-answering model, stock and optimised side by side (5 minutes)
