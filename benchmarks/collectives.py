@@ -32,6 +32,8 @@ from benchmarks import machine
 CASES = [(torch.float32, 1, 200), (torch.float32, 16, 30), (torch.float32, 64, 15), (torch.bfloat16, 64, 15)]
 BOUND = Path(__file__).with_name("shared_memory_bound.cpp")
 CHUNK_KB = 256
+# oneCCL has kernels for bf16 with AVX-512 and without any vectors.
+AVX2 = {"CPUTRAIN_ISA": "avx2", "CCL_BF16": "scalar"}
 BLOCK = 5  # calls of one side before the other has its turn
 
 
@@ -99,7 +101,8 @@ def bound_program(folder: str) -> str | None:
     if compiler is None:
         return None
     program = f"{folder}/bound"
-    subprocess.run([compiler, "-O3", "-march=native", "-o", program, str(BOUND)], check=True)
+    kind = ["-mavx2", "-mfma"] if os.environ.get("CPUTRAIN_ISA") == "avx2" else ["-march=native"]
+    subprocess.run([compiler, "-O3", *kind, "-o", program, str(BOUND)], check=True)
     return program
 
 
@@ -130,13 +133,18 @@ def rows(cases: list[dict], bounds: dict[int, list[float]]) -> list[dict[str, st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--isa", choices=["native", "avx2"], default="native", help="avx2 limits ours and oneCCL's bf16"
+    )
     parser.add_argument("--no-report", action="store_true")
     parser.add_argument("--rank-of", metavar="FOLDER", help=argparse.SUPPRESS)  # one of mpirun's ranks
     arguments = parser.parse_args()
     if arguments.rank_of:
         measure(int(os.environ["PMI_RANK"]), arguments.rank_of, arguments.repeats, True)
         return
-    facts = machine.description()
+    if arguments.isa == "avx2":
+        os.environ.update(AVX2)
+    facts = machine.description() | {"instruction set": arguments.isa}
     with tempfile.TemporaryDirectory() as folder:
         program = bound_program(folder)
         before = {mb: bound_times(program, mb, n) for _, mb, n in CASES[:3]} if program else {}
@@ -146,10 +154,11 @@ def main() -> None:
     table = machine.table(rows(times, {mb: before[mb] + after[mb] for mb in before}))
     print(table)
     if not arguments.no_report:
-        path = machine.report_path("collectives")
+        path = machine.report_path("collectives" if arguments.isa == "native" else "collectives_avx2")
         path.write_text(
             "# Collectives of two ranks, one core each\n\n"
-            "`python benchmarks/collectives.py`; all_reduce through `dist.all_reduce`, all sides in turns in the same "
+            f"`python benchmarks/collectives.py --isa {arguments.isa}`; "
+            "all_reduce through `dist.all_reduce`, all sides in turns in the same "
             "processes, the bound before and after them. oneCCL 2021.13.1 over Intel MPI, `CCL_ALLREDUCE=nreduce`, "
             '`CCL_WORKER_OFFLOAD=0`; "alone" is without what ccl does around it.\n\n'
             + machine.facts_table(facts)

@@ -245,9 +245,11 @@ void reduce_float16(char* out_bytes, Sources sources, int64_t ranks, int64_t cou
 typedef uint32_t __attribute__((aligned(2), may_alias)) Bfloat16Pair;
 inline float lower(uint32_t pair) { return from_bits(pair << 16); }
 inline float upper(uint32_t pair) { return from_bits(pair & 0xffff0000); }
-inline uint32_t rounded(float x) {  // a bf16 in the upper half; the lower one is anything
+// A bf16 in the upper half; the lower one is anything. NaN needs no care: it comes from operands
+// whose lower half is zero, or is the CPU's own, and nothing is carried into its upper half.
+inline uint32_t rounded(float x) {
   const uint32_t bits = bits_of(x);
-  return x != x ? 0x7fc00000 : bits + 0x7fff + (bits >> 16 & 1);
+  return bits + 0x7fff + (bits >> 16 & 1);
 }
 inline uint32_t paired(float low, float high) {
   return rounded(low) >> 16 | (rounded(high) & 0xffff0000);
