@@ -164,11 +164,17 @@ def report(tables: dict[str, list[dict[str, str]]], arguments: argparse.Namespac
         "threads": str(arguments.threads),
         "isa": arguments.isa,
         "batch, padded to": f"{arguments.batch} x {arguments.length}",
-        "speed": f"{arguments.runs} runs of {arguments.steps} steps each, first step included by Trainer; questions "
-        "drawn from all of SQuAD",
-        "F1": f"{arguments.questions} questions, {arguments.dev_questions} dev questions, no dropout, "
-        f"learning rate {arguments.learning_rate}, seeds {' '.join(map(str, arguments.seeds))}",
     }
+    if not arguments.no_speed:
+        settings["speed"] = (
+            f"{arguments.runs} runs of {arguments.steps} steps each, first step included by Trainer; questions drawn "
+            "from all of SQuAD"
+        )
+    if arguments.f1:
+        settings["F1"] = (
+            f"{arguments.questions} questions, {arguments.dev_questions} dev questions, no dropout, "
+            f"learning rate {arguments.learning_rate}, seeds {' '.join(map(str, arguments.seeds))}"
+        )
     parts = [f"{title}\n\n{table(rows)}" for title, rows in tables.items()]
     return (
         "# run_qa.py on Trainer: `python` against `cputrain run`\n\n"

@@ -61,6 +61,10 @@ def test_there_is_something_to_check() -> None:
     assert "LICENSE" in LINKS
 
 
+def test_the_tree_names_everything_once() -> None:
+    assert sorted(TREE) == sorted(set(TREE))
+
+
 @pytest.mark.parametrize("path", sorted({*TREE, *LINKS, *NAMED}))
 def test_paths_exist(path: str) -> None:
     found = ROOT / path
