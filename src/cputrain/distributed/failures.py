@@ -85,15 +85,27 @@ def late_elsewhere(timeout: float) -> PeerLate:
     return PeerLate(f"another machine is late: waited {timeout:g} s (ddp_timeout) for its ranks.")
 
 
+def nobody(everybody: list[Peer]) -> int:
+    """In place of a culprit's number: a machine failed, and no rank of it is known to be the cause."""
+    return len(everybody)
+
+
+def _from_elsewhere(kind: int, culprit: int, everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
+    if culprit == nobody(everybody):
+        lost = f"another machine can't be reached, and nobody knows which rank is gone; this rank is in {mine}."
+        return late_elsewhere(seconds) if kind == native_calls.TIMEOUT else PeerDied(lost)
+    peer = everybody[culprit]
+    if kind == native_calls.MISMATCH:
+        return CollectivesDiffer(f"the ranks called different collectives: {peer} is not in {mine}.")
+    if kind == native_calls.TIMEOUT:
+        return late(peer, seconds, "the one before", mine)
+    return died_elsewhere(peer, "the one before", mine)
+
+
 def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
     """The error for a failed native call; `peers` are the ranks of the shared memory, `everybody` of the group."""
     if status.culprit >= len(peers):
-        elsewhere = everybody[status.culprit - len(peers)]
-        if status.kind == native_calls.MISMATCH:
-            return CollectivesDiffer(f"the ranks called different collectives: {elsewhere} is not in {mine}.")
-        if status.kind == native_calls.TIMEOUT:
-            return late(elsewhere, seconds, "the one before", mine)
-        return died_elsewhere(elsewhere, "the one before", mine)
+        return _from_elsewhere(status.kind, status.culprit - len(peers), everybody, mine, seconds)
     if status.kind == native_calls.ABORTED or status.culprit < 0:
         return CollectiveError(f"{mine} was ended: the process group has been shut down.")
     culprit, last = peers[status.culprit], describe_last(status)

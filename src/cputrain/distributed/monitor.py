@@ -67,9 +67,9 @@ class Monitor:
         # The first rank passes on what the others say: if it is late itself, nothing is known of them.
         return next((rank for rank in others if self._progress[rank] < self._entered), None)
 
-    def culprit(self) -> int:
-        """Who is most likely the cause if a collective has failed."""
-        return self.dead if self.dead >= 0 else next(iter(self.left), 0)
+    def culprit(self) -> int | None:
+        """Who is most likely the cause if a collective has failed; None if nobody is known to be gone."""
+        return self.dead if self.dead >= 0 else next(iter(self.left), None)
 
     def close(self) -> None:
         """Says that this rank ends properly."""
@@ -102,23 +102,26 @@ class Monitor:
     def _listen(self, peer: int) -> bool:
         """Whether there is more to hear from this peer."""
         try:
-            content = self._connections[peer].recv(_NUMBER.size, socket.MSG_WAITALL)
+            (number,) = self._read(peer, _NUMBER)
+            if number == _IN_COLLECTIVE:
+                rank, came_to = self._read(peer, _PROGRESS)
+                self._progress[rank] = max(came_to, self._progress[rank])
+                return True
         except OSError:
-            content = b""
-        number = _NUMBER.unpack(content)[0] if len(content) == _NUMBER.size else None
-        if number is None:
             if peer not in self.left and not self._closing:
                 self._report(peer)
-        elif number >= 0:
+            return False
+        if number >= 0:
             self._report(number)
-        elif number == _IN_COLLECTIVE:
-            rank, came_to = _PROGRESS.unpack(self._connections[peer].recv(_PROGRESS.size, socket.MSG_WAITALL))
-            self._progress[rank] = max(came_to, self._progress[rank])
-            return True
-        else:
-            self._note_end(peer if number == _BYE else -2 - number)
-            return number != _BYE
-        return False
+            return False
+        self._note_end(peer if number == _BYE else -2 - number)
+        return number != _BYE
+
+    def _read(self, peer: int, layout: struct.Struct) -> tuple[int, ...]:
+        content = self._connections[peer].recv(layout.size, socket.MSG_WAITALL)
+        if len(content) < layout.size:
+            raise ConnectionError("the peer's process or machine is gone")
+        return layout.unpack(content)
 
     def _tell_progress(self) -> None:
         if time.monotonic() - self._entered_at > _TICK:

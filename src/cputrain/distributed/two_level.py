@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from cputrain.distributed import native_calls
+from cputrain.distributed import failures, native_calls
 from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines import EVERYBODY, Engine
 from cputrain.distributed.failures import (
@@ -269,12 +269,16 @@ class TwoLevelTransport(Transport):
             return call()
         except PeerLate:
             self._broken = True
-            self._local.report(native_calls.TIMEOUT, self._monitor.absent() or 0)
+            self._tell_here(native_calls.TIMEOUT, self._monitor.absent())
             raise
         except CollectiveError:
             self._broken = True
-            self._local.report(native_calls.DIED, self._monitor.culprit())
+            self._tell_here(native_calls.DIED, self._monitor.culprit())
             raise
+
+    def _tell_here(self, kind: int, culprit: int | None) -> None:
+        """Ends the wait of this machine's other ranks; nobody is blamed if nobody is known."""
+        self._local.report(kind, failures.nobody(self._peers) if culprit is None else culprit)
 
 
 # A rank may end the group while its last bytes are still on their way.

@@ -1,0 +1,47 @@
+"""Who is named when another machine fails: the rank that is known to be gone, and nobody else."""
+
+from __future__ import annotations
+
+import socket
+import struct
+
+import pytest
+
+from cputrain.distributed import failures, native_calls
+from cputrain.distributed.failures import Peer
+from cputrain.distributed.monitor import _IN_COLLECTIVE, Monitor
+
+EVERYBODY = [Peer(rank, rank, f"box{rank}", 100 + rank) for rank in range(3)]
+
+
+def error(kind: int, culprit: int) -> failures.CollectiveError:
+    """What the one rank of a machine hears that was told of a failure elsewhere."""
+    status = native_calls.Status(kind=kind, culprit=1 + culprit)
+    return failures.from_status(status, EVERYBODY[2:], EVERYBODY, "barrier", 5)
+
+
+@pytest.mark.parametrize("kind", [native_calls.TIMEOUT, native_calls.DIED])
+def test_nobody_is_blamed_if_nobody_is_known(kind: int) -> None:
+    text = str(error(kind, failures.nobody(EVERYBODY)))
+    assert "another machine" in text and "box" not in text
+    assert "box1" in str(error(kind, 1))
+
+
+def monitor_of(connection: socket.socket) -> tuple[Monitor, list[int]]:
+    """Rank 0's, with one peer, and what it has told."""
+    monitor, told = Monitor.__new__(Monitor), []
+    monitor.rank, monitor.dead, monitor._tell, monitor._closing = 0, -1, told.append, False
+    monitor._connections, monitor.left, monitor._progress = {1: connection}, {}, {0: 0, 1: 0}
+    return monitor, told
+
+
+def test_a_peer_that_dies_in_the_middle_of_a_message_is_dead() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, told = monitor_of(ours)
+        theirs.sendall(struct.pack("iii", _IN_COLLECTIVE, 1, 7))
+        assert monitor._listen(1) and monitor._progress[1] == 7
+        theirs.sendall(struct.pack("ii", _IN_COLLECTIVE, 1))
+        theirs.close()
+        assert not monitor._listen(1)
+    assert told == [1] and monitor.dead == 1
