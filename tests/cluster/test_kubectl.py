@@ -1,114 +1,19 @@
-"""submit, status, logs, delete and copy through the real kubectl, against an API server of our own."""
+"""submit, status, logs and delete through the real kubectl, against an API server of our own."""
 
 from __future__ import annotations
 
-import io
 import json
-import os
-import shutil
-import signal
 import subprocess
-import sys
-import tarfile
-import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.api_server import Cluster, served
-from cluster.test_render import TRICKS
+from cluster.kubectl_shell import QA, Here, add_job, kubectls, pod
 
 from cputrain.cluster import manifests
-from cputrain.cluster.job import Job, Toleration, Volume
+from cputrain.cluster.job import Job
 from cputrain.cluster.manifest_text import plain
 
 pytestmark = pytest.mark.needs_program("kubectl", "kubernetes-client")
-
-
-def kubectls() -> list[Path]:
-    """The oldest and the newest kubectl here; several may lie beside the one on the PATH."""
-    found = shutil.which("kubectl")
-    if found is None:
-        return [Path("kubectl")]
-    folder = Path(found).resolve().parent
-    beside = sorted(folder.glob("kubectl.1.*"), key=lambda path: int(path.name.rpartition(".")[2]))
-    return [beside[0], beside[-1]] if beside else [Path(found).resolve()]
-
-
-@dataclass
-class Here:
-    """A cluster, and a shell from which it can be reached."""
-
-    cluster: Cluster
-    folder: Path
-    environ: dict[str, str]
-
-    def cputrain(self, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-        command = [sys.executable, "-m", "cputrain", "k8s", *words]
-        return subprocess.run(
-            command,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            input=given,
-            cwd=self.folder,
-            timeout=120,
-        )
-
-    def refused(self, *words: str, given: str | None = None) -> str:
-        """The one sentence, with exit code 2 and without a traceback."""
-        answer = self.cputrain(*words, given=given)
-        assert answer.returncode == 2, answer.stdout + answer.stderr
-        assert answer.stderr.startswith("cputrain: "), answer.stderr
-        assert answer.stderr.count("\n") == 1, answer.stderr
-        return answer.stderr
-
-    def submit(self, job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.cputrain("submit", "-", *words, given=manifests.job_text(job))
-
-
-@pytest.fixture(params=kubectls(), ids=lambda path: path.name)
-def here(request: Any, tmp_path: Path) -> Iterator[Here]:
-    programs = tmp_path / "bin"
-    programs.mkdir()
-    (programs / "kubectl").symlink_to(request.param)
-    with served(tmp_path) as (cluster, config):
-        kept = {key: value for key, value in os.environ.items() if not key.startswith("KUBE")}
-        environ = {"PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(config), "HOME": str(tmp_path)}
-        yield Here(cluster, tmp_path, {**kept, **environ, "COLUMNS": "200"})
-
-
-QA = Job(
-    "qa", "x:1", "run.py", TRICKS, workers=2, volume=Volume("data", size="1Gi"), script_text="print(1)\n", user=1234,
-    tolerations=(Toleration("dedicated"),), pull_secrets=("registry",),
-)  # fmt: skip
-
-
-def pod(number: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
-    template = plain(manifests.of_job(QA)[1])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
-    return {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": f"qa-worker-{number}", "labels": {"training.kubeflow.org/job-name": "qa"}},
-        "spec": {**template["spec"], "nodeName": "node-a"},
-        "status": {"phase": phase, **status},
-    }
-
-
-def add_job(
-    cluster: Cluster, *pods: dict[str, Any], conditions: tuple[str, ...] = ("Created",), bound: bool = True
-) -> None:
-    job = plain(manifests.of_job(QA)[1])
-    job["status"] = {"conditions": [{"type": name, "status": "True", "message": "said so"} for name in conditions]}
-    cluster.put("pytorchjobs", job)
-    for each in pods:
-        cluster.put("pods", each)
-    claim = plain(manifests.of_volume(QA)[0])
-    claim["status"] = {"phase": "Bound" if bound else "Pending"}
-    cluster.put("persistentvolumeclaims", claim)
 
 
 # --- submit ------------------------------------------------------------------------------------------------------
@@ -338,99 +243,6 @@ def test_delete_without_permission(here: Here) -> None:
     here.cluster.fault = lambda method, path: (403, "Forbidden", "not yours") if method == "DELETE" else None
     assert "not yours" in here.refused("delete", "qa", "--with-data")
     assert len(here.cluster.kinds("persistentvolumeclaims")) == 1
-
-
-# --- copy --------------------------------------------------------------------------------------------------------
-
-
-def volume_of(here: Here) -> Path:
-    volume = here.folder / "volume"
-    (volume / "output" / "deep").mkdir(parents=True)
-    (volume / "output" / "model.safetensors").write_bytes(bytes(range(256)) * 1000)
-    (volume / "output" / "deep" / "config.json").write_text("{}")
-    here.cluster.mounts = {"/data": volume}
-    return volume
-
-
-def test_copy_brings_the_model_and_leaves_no_pod(here: Here) -> None:
-    add_job(here.cluster)
-    volume = volume_of(here)
-    readers = []
-    here.cluster.fault = lambda method, path: readers.extend(here.cluster.kinds("pods"))  # type: ignore[func-returns-value]
-    answer = here.cputrain("copy", "qa", "/data/output", "model")
-    assert answer.returncode == 0, answer.stderr
-    assert "2 files are in model" in answer.stdout
-    for file in ("model.safetensors", "deep/config.json"):
-        assert (here.folder / "model" / file).read_bytes() == (volume / "output" / file).read_bytes()
-    assert here.cluster.kinds("pods") == []
-    spec = readers[0]["spec"]
-    [mount] = spec["containers"][0]["volumeMounts"]
-    assert mount["readOnly"]
-    # It may read what the job's user wrote, and runs where the job may.
-    assert spec["securityContext"]["runAsUser"] == 1234
-    assert spec["tolerations"][0]["key"] == "dedicated"
-    assert spec["imagePullSecrets"] == [{"name": "registry"}]
-
-
-def test_copy_of_what_isnt_there(here: Here) -> None:
-    add_job(here.cluster)
-    volume_of(here)
-    assert "No such file" in here.refused("copy", "qa", "/data/none", "model")
-    assert "is on no volume of qa" in here.refused("copy", "qa", "/elsewhere", "model")
-    assert "must lie in the volume" in here.refused("copy", "qa", "/data/../etc", "model")
-    (here.folder / "there").mkdir()
-    assert "exists already" in here.refused("copy", "qa", "/data/output", "there")
-    assert not (here.folder / "model").exists()
-    assert not list(here.folder.glob(".model.*"))
-    assert here.cluster.kinds("pods") == []
-
-
-def test_an_archive_that_would_write_elsewhere_is_refused(here: Here) -> None:
-    add_job(here.cluster)
-    archive = io.BytesIO()
-    with tarfile.open(fileobj=archive, mode="w") as tar:
-        member = tarfile.TarInfo("../escaped")
-        tar.addfile(member, io.BytesIO())
-    programs = here.folder / "server"
-    programs.mkdir()
-    (programs / "evil.tar").write_bytes(archive.getvalue())
-    here.cluster.replies["tar"] = ["cat", str(programs / "evil.tar")]
-    assert "can't be unpacked safely" in here.refused("copy", "qa", "/data/output", "model")
-    assert not (here.folder / "escaped").exists()
-    assert here.cluster.kinds("pods") == []
-
-
-@pytest.mark.parametrize("within", [True, False])
-def test_a_connection_that_drops_while_copying_leaves_nothing(here: Here, within: bool) -> None:
-    """Also between two files, where what came looks like a whole archive, and kubectl itself may say nothing."""
-    add_job(here.cluster)
-    source = volume_of(here) / "output"
-    packed = subprocess.run(["tar", "-C", source, "-cf", "-", "."], capture_output=True, check=True).stdout
-    with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-        last = archive.getmembers()[-1]
-    here.cluster.cut = last.offset + (700 if within else 0)
-    here.refused("copy", "qa", "/data/output", "model")
-    assert here.cluster.kinds("pods") == []
-    assert not list(here.folder.glob("*model*")) + list(here.folder.glob(".model*"))
-
-
-def test_ctrl_c_removes_the_reader(here: Here) -> None:
-    add_job(here.cluster)
-    here.cluster.replies["tar"] = ["sleep", "120"]  # longer than the test waits
-    command = [sys.executable, "-m", "cputrain", "k8s", "copy", "qa", "/data/output", "model"]
-    # A group of its own, so that kubectl gets the signal as a terminal's Ctrl-C would send it.
-    process = subprocess.Popen(
-        command, env=here.environ, cwd=here.folder, start_new_session=True, stderr=subprocess.PIPE
-    )
-    deadline = time.monotonic() + 60
-    while not any(path.endswith("/exec") for _, path in list(here.cluster.requests)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert here.cluster.kinds("pods")
-    os.killpg(process.pid, signal.SIGINT)
-    process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert here.cluster.kinds("pods") == []
-    assert not list(here.folder.glob("*model*"))
 
 
 def test_check_with_the_clusters_own_schemas(here: Here) -> None:
