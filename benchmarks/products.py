@@ -58,8 +58,10 @@ def _case(name: str, ours, a, b) -> Case:
 def cases(model: str) -> Iterator[Case]:
     import torch
 
+    from cputrain import memory
     from cputrain.ops.matmul import linear_forward, linear_input_grad, linear_weight_grad
 
+    memory.keep_freed_memory()  # as `optimize` does: what is packed goes where the last call's was
     token_counts, layers = SHAPES[model]
     for tokens in token_counts:
         for inputs, outputs in layers:

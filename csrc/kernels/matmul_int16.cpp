@@ -186,7 +186,10 @@ struct Parts {
   Parts(const Product& product, int64_t threads)
       : row_panels(product.left_layout.panels()), col_panels(product.right_layout.panels()) {
     cut();
-    // Four parts a thread, so that one that is held up can leave its share to the others.
+    // Sixteen parts a thread, so that none is left alone with the last one for long and one that is
+    // held up can leave its share to the others; four if that makes them small.
+    while (cols > 4 && count() < 16 * threads) cols /= 2, cut();
+    while (rows > 16 && count() < 16 * threads) rows /= 2, cut();
     while (cols > 1 && count() < 4 * threads) cols /= 2, cut();
     while (rows > 4 && count() < 4 * threads) rows /= 2, cut();
   }
@@ -195,11 +198,43 @@ struct Parts {
     across = (col_panels + cols - 1) / cols;
   }
   int64_t count() const { return down * across; }
+  // Neighbours along the longer side share vectors of the shorter one only.
   void compute(const Product& product, int64_t part) const {
-    const int64_t r = part / across * rows, c = part % across * cols;
+    const bool by_rows = row_panels * kTileRows >= col_panels * kTileCols;
+    const int64_t r = (by_rows ? part / across : part % down) * rows;
+    const int64_t c = (by_rows ? part % across : part / down) * cols;
     product.compute(r, r + rows < row_panels ? r + rows : row_panels, c,
                     c + cols < col_panels ? c + cols : col_panels);
   }
+};
+
+// Every thread has a run of neighbouring parts, for which it packs most vectors itself, and takes
+// from the others' when it is done with them.
+class Runs {
+ public:
+  Runs(int64_t parts, int64_t threads)
+      : parts_(parts), count_(threads < kMostRuns ? threads : kMostRuns) {
+    for (int64_t r = 0; r < count_; r++) runs_[r].next = begin(r);
+  }
+  // The next part, or -1.
+  int64_t take(int64_t thread) {
+    for (int64_t i = 0; i < count_; i++) {
+      const int64_t run = (thread + i) % count_, end = begin(run + 1);
+      if (__atomic_load_n(&runs_[run].next, __ATOMIC_RELAXED) >= end) continue;
+      const int64_t part = __atomic_fetch_add(&runs_[run].next, 1, __ATOMIC_RELAXED);
+      if (part < end) return part;
+    }
+    return -1;
+  }
+
+ private:
+  static constexpr int64_t kMostRuns = 256;
+  struct alignas(64) Run {
+    int64_t next;
+  };
+  int64_t begin(int64_t run) const { return parts_ * run / count_; }
+  const int64_t parts_, count_;
+  Run runs_[kMostRuns];
 };
 
 // Below so many elements or multiplications, waking threads costs more than they save.
@@ -229,9 +264,11 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
       left_operand.layout, right_operand.layout, left_operand, right_operand, out, out_stride, bias,
       accumulate != 0,     best_product()};
   const bool parallel = rows * cols * depth > kProductsForThreads;
-  const Parts parts(product, parallel ? omp_get_max_threads() : 1);
-#pragma omp parallel for schedule(dynamic) if (parallel)
-  for (int64_t part = 0; part < parts.count(); part++) parts.compute(product, part);
+  const int64_t threads = parallel ? omp_get_max_threads() : 1;
+  const Parts parts(product, threads);
+  Runs runs(parts.count(), threads);
+#pragma omp parallel if (parallel)
+  for (int64_t part; (part = runs.take(omp_get_thread_num())) >= 0;) parts.compute(product, part);
   left_operand.finish();
   right_operand.finish();
   if (depth == 0) product.only_bias();

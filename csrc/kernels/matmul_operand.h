@@ -26,19 +26,16 @@ class LazyOperand {
   ~LazyOperand() { free(states_); }
   LazyOperand(const LazyOperand&) = delete;
 
-  // When this returns, the vectors first … last - 1 are packed in this block. By columns, the
-  // threads pack the whole matrix from top to bottom before they go on: to pick out some columns of
-  // it again and again would fetch its lines more than once.
+  // When this returns, the vectors first … last - 1 are packed in this block. By columns, a thread
+  // packs them in all blocks at once: what it packs itself lies in its own cache.
   void ensure(int64_t block, int64_t first, int64_t last) {
     if (packing_.tasks() == 0) return;
     last = last < layout.vectors ? last : layout.vectors;
-    if (!by_columns_) {  // these tasks do all blocks
-      const int64_t begin = first / kTaskRows, end = (last + kTaskRows - 1) / kTaskRows;
-      return work(begin, end), wait(begin, end);
-    }
-    const int64_t start = block * packing_.column_tasks;
-    work(0, packing_.tasks());
-    wait(start + first / kTaskColumns, start + (last + kTaskColumns - 1) / kTaskColumns);
+    const int64_t width = by_columns_ ? kTaskColumns : kTaskRows;
+    const int64_t begin = first / width, end = (last + width - 1) / width;
+    if (!by_columns_) return work(begin, end), wait(begin, end);  // these tasks do all blocks
+    for (int64_t b = 0; block == 0 && b < layout.blocks; b++) work(at(b, begin), at(b, end));
+    wait(at(block, begin), at(block, end));
   }
 
   // When all threads are done: packs what no product needed, for the sums.
@@ -52,6 +49,8 @@ class LazyOperand {
 
  private:
   enum State : uint8_t { kNot, kBeing, kDone };
+
+  int64_t at(int64_t block, int64_t column) const { return block * packing_.column_tasks + column; }
 
   void work(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
