@@ -74,7 +74,8 @@ def measure(rank: int, folder: str, repeats: int, with_oneccl: bool) -> None:
     calls = sides(with_oneccl)
     found = []
     for dtype, megabytes, rounds in CASES:
-        tensor = torch.zeros(megabytes * 2**20 // dtype.itemsize, dtype=dtype)
+        # However often it is summed, it stays what it is; and ccl doesn't pass on pages of (positive) zeros.
+        tensor = torch.full((megabytes * 2**20 // dtype.itemsize,), -0.0, dtype=dtype)
         times: dict[str, list[float]] = {name: [] for name in calls}
         for _ in range(rounds * repeats // BLOCK):
             for name, all_reduce in calls.items():

@@ -107,6 +107,28 @@ def case_all_reduce_of_every_size(rank, size):
             same(tensor, reduced(ReduceOp.SUM, parts))
 
 
+def case_pages_of_zeros(rank, size):
+    """Pages (4 KB) of zeros aren't passed on: zero on all ranks, on some, but for one element or its sign, cut short."""
+    for dtype in [torch.float32, torch.bfloat16, torch.int8, torch.complex128]:
+        page = 4096 // dtype.itemsize
+        for operation in reductions_of(dtype):
+            parts = [data(dtype, 70 * page + 5, r, seed=7) for r in range(size)]
+            for r, part in enumerate(parts):
+                part[2 * page : 60 * page] = 0
+                part[(5 + r) * page : (6 + r) * page] = 3
+                part[20 * page - 1] = part[64 * page] = 2
+                part[64 * page + 1 :] = 0
+            parts[0][30 * page : 33 * page] = 1
+            if dtype.is_floating_point:
+                parts[-1][40 * page : 41 * page] = -0.0
+            tensor = parts[rank].clone()
+            dist.all_reduce(tensor, operation)
+            expected = reduced(operation, parts)
+            assert torch.equal(tensor, expected), (dtype, operation)
+            dist.reduce(parts[rank], 0, operation)
+            assert rank or torch.equal(parts[0], expected), (dtype, operation)
+
+
 def case_all_ranks_get_the_same_bits(rank, size):
     tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(rank))
     dist.all_reduce(tensor)
