@@ -158,6 +158,10 @@ CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, 
 CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows,
                                         int64_t cols, void* by_rows, int64_t row_role,
                                         void* by_columns, int64_t column_role, float* column_sums);
+// Packs the rows of activation(h + bias), which is never written, for the left side. bias or null.
+CPUTRAIN_EXPORT void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kind,
+                                                  int64_t stride, int64_t rows, int64_t cols,
+                                                  void* packed);
 // One side of a product; ops/matmul.py mirrors the structure.
 struct Int16Operand {
   const void* source;  // is packed first, or null: `packed` is filled already

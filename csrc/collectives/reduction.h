@@ -296,7 +296,7 @@ void reduce_bfloat16(char* out_bytes, Sources sources, int64_t ranks, int64_t co
     }
   }
   if (count % 2) {
-    const char* last[kMostRanks];
+    const char* last[kMostRanks] = {};
     for (int64_t r = 0; r < ranks; r++) last[r] = sources[r] + 4 * pairs;
     reduce_elements<Half<Bfloat16>, Op>(out_bytes + 4 * pairs, last, ranks, 1, divisor);
   }

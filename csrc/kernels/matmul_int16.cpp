@@ -256,6 +256,15 @@ void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t row
   packing.total_sums();
 }
 
+void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kind, int64_t stride,
+                                  int64_t rows, int64_t cols, void* packed) {
+  const PackedLayout layout(rows, cols, kLeft);
+  const Activations activations = {forward_of(kind, bias, false), bias};
+#pragma omp parallel for schedule(dynamic) if (rows * cols > kElementsForThreads)
+  for (int64_t row = 0; row < rows; row += kTaskRows)
+    pack_rows(h, stride, layout, row, packed, activations);
+}
+
 void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, float* out,
                            int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
                            const float* bias, int64_t accumulate) {

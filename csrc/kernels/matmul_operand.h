@@ -26,15 +26,19 @@ class LazyOperand {
   ~LazyOperand() { free(states_); }
   LazyOperand(const LazyOperand&) = delete;
 
-  // When this returns, the vectors first … last - 1 are packed in this block. By columns, a thread
-  // packs them in all blocks at once: what it packs itself lies in its own cache.
+  // When this returns, the vectors first … last - 1 are packed in this block. By columns, threads
+  // pack these first, in all blocks, because what a thread packs itself lies in its own cache; then
+  // the whole matrix, before they go on.
   void ensure(int64_t block, int64_t first, int64_t last) {
     if (packing_.tasks() == 0) return;
     last = last < layout.vectors ? last : layout.vectors;
     const int64_t width = by_columns_ ? kTaskColumns : kTaskRows;
     const int64_t begin = first / width, end = (last + width - 1) / width;
     if (!by_columns_) return work(begin, end), wait(begin, end);  // these tasks do all blocks
-    for (int64_t b = 0; block == 0 && b < layout.blocks; b++) work(at(b, begin), at(b, end));
+    if (block == 0) {
+      for (int64_t b = 0; b < layout.blocks; b++) work(at(b, begin), at(b, end));
+      work(0, packing_.tasks());
+    }
     wait(at(block, begin), at(block, end));
   }
 

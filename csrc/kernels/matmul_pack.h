@@ -3,6 +3,7 @@
 
 #include <cstdlib>
 
+#include "activation.h"
 #include "bf16.h"
 #include "matmul_layout.h"
 #include "matmul_quantise.h"
@@ -57,14 +58,10 @@ inline __m128i lane(Words w) {
 }
 #endif
 
-// Asks for a cache line. Blocks are read twice, for the scale and for the values: the second time,
-// when nothing is missing, the next rows or columns are fetched, or the memory would idle. Beyond
-// the end of an array it does nothing.
+// Blocks are read twice, for the scale and for the values: the second time, when nothing is
+// missing, the next rows or columns are fetched, or the memory would idle.
 template <class Source>
 constexpr int kLine = 64 / sizeof(Source);
-__attribute__((always_inline)) inline void fetch(const void* p) {
-  _mm_prefetch((const char*)p, _MM_HINT_T0);
-}
 
 // A pair's four rows to its place, for each lane; pairs of one lane are two neighbours in depth.
 template <int kLane = 0>
@@ -138,22 +135,41 @@ void pack_group(const Source* x, int64_t stride, int64_t depth, int64_t panel, i
     pack_values<false>(x, stride, depth, scale, panel, pairs);
 }
 
-// Rows first … first + kTaskRows of all blocks; what lies beyond the matrix is copied as zeros.
-template <class Source>
+// What is packed of a row: its values, or something computed from them on the way.
+struct Values {
+  static constexpr bool kComputed = false;
+  template <class Source>
+  void copy(const Source* row, int64_t column, int64_t count, Source* to) const {
+    memcpy(to, row + column, count * sizeof(Source));
+  }
+};
+struct Activations {
+  static constexpr bool kComputed = true;
+  ForwardRow activate;
+  const float* bias;  // or null
+  void copy(const float* row, int64_t column, int64_t count, float* to) const {
+    activate(row + column, bias ? bias + column : nullptr, to, nullptr, count);
+  }
+};
+
+// Rows first … first + kTaskRows of all blocks; what is computed, or lies beyond the matrix and
+// counts as zeros, passes through a buffer in the first-level cache.
+template <class Source, class What = Values>
 void pack_rows(const Source* x, int64_t stride, const PackedLayout& layout, int64_t first,
-               void* packed) {
+               void* packed, const What& what = {}) {
   alignas(64) Source edge[kGroup * kMaxBlock];
   for (int64_t b = 0; b < layout.blocks; b++) {
     const int64_t depth = layout.filled(b),
                   whole = (depth + kDepthStep - 1) / kDepthStep * kDepthStep;
     for (int64_t row = first; row < first + kTaskRows && row < layout.padded; row += kGroup) {
       const int64_t rows = layout.vectors - row < kGroup ? layout.vectors - row : kGroup;
+      const bool inside = rows == kGroup && depth == whole;
       const Source* source = x + row * stride + b * layout.block;
       int64_t source_stride = stride;
-      if (rows < kGroup || depth < whole) {
-        memset(edge, 0, kGroup * whole * sizeof(Source));
+      if (What::kComputed || !inside) {
+        if (!inside) memset(edge, 0, kGroup * whole * sizeof(Source));
         for (int64_t r = 0; r < rows; r++)
-          memcpy(edge + r * whole, source + r * stride, depth * sizeof(Source));
+          what.copy(x + (row + r) * stride, b * layout.block, depth, edge + r * whole);
         source = edge;
         source_stride = whole;
       }

@@ -48,6 +48,7 @@ SIGNATURES = {
     "dropout": "ppiifk",
     "int16_packed_bytes": "iiip",
     "int16_pack": "piiii" + "pipi" + "p",
+    "int16_pack_activated": "ppi" + "iii" + "p",
     "int16_product": "pppi" + "iii" + "pi",
     "int16_allow_vnni": "i",
     "embed": "ppppppppppp" + "iiffk",

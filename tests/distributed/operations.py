@@ -108,7 +108,7 @@ def case_all_reduce_of_every_size(rank, size):
 
 
 def case_pages_of_zeros(rank, size):
-    """Pages (4 KB) of zeros aren't passed on: zero on all ranks, on some, but for one element or its sign, cut short."""
+    """Pages (4 KB) of zeros aren't passed on: zero on all ranks, on some, but for an element or its sign, cut short."""
     for dtype in [torch.float32, torch.bfloat16, torch.int8, torch.complex128]:
         page = 4096 // dtype.itemsize
         for operation in reductions_of(dtype):

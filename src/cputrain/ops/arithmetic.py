@@ -72,6 +72,10 @@ class Call:
     # needs. Copies of a few columns, now and then; not part of the graph.
     _columns: dict[int, Tensor] = field(default_factory=dict)
 
+    @property
+    def storage(self) -> torch.dtype:
+        return _STORAGE.get(self.kind, torch.float32)
+
     def keep(self, x: Tensor) -> Tensor:
         """`x` as it is kept for the backward; `kept_as_float` reads it."""
         if self.kind not in _STORAGE:

@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from cputrain.ops import workspace
-from cputrain.ops.activation import activation_backward, activation_forward
+from cputrain.ops.activation import activation_backward
 from cputrain.ops.activation import plain as activation_plain
 from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key, dropout
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.linear import OutputGradient, forward_product, kept_input
+from cputrain.ops.linear import OutputGradient, activated_product, forward_product, kept_input
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
@@ -25,8 +25,7 @@ def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic, p
     """What must be kept of x and of the first product's raw output, and the second's output."""
     ctx.kind, ctx.call = kind, arithmetic.begin()
     h_TM, kept = forward_product(x_TH, weight1, None, ctx.call, keep=ctx.needs_input_grad[1], passing="middle")
-    a_TM, kept_h = activation_forward(h_TM, bias1, kind, arithmetic.storage, inplace=True)
-    y_TH, _ = forward_product(a_TM, weight2, bias2, ctx.call, keep=False, passing=passing)
+    y_TH, kept_h = activated_product(h_TM, bias1, kind, weight2, bias2, ctx.call, passing)
     return kept, kept_h, y_TH
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from cputrain.ops import matmul, workspace
+from cputrain.ops.activation import activation_forward
 from cputrain.ops.arithmetic import FP32, Arithmetic, Call, kept_as_float
 from cputrain.ops.gradient import fp32_backward
 
@@ -45,6 +46,19 @@ def forward_product(
     out = workspace.floats(passing, x_TI.shape[0], w_OI.shape[0]) if passing and call.kind == "bf16" else None
     y = torch.mm(x_TI, w_OI.t(), out=out) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t(), out=out)
     return y, kept
+
+
+def activated_product(
+    h_TM: Tensor, bias_M: Tensor | None, kind: str, w_OM: Tensor, bias_O: Tensor | None, call: Call, passing: str = ""
+) -> tuple[Tensor, Tensor]:
+    """y_TO = activation(h + bias_M) wᵀ + bias_O, and h as it is kept. In int16 the activation is never written."""
+    if call.kind != "int16":
+        a_TM, kept_h = activation_forward(h_TM, bias_M, kind, call.storage, inplace=True)
+        return forward_product(a_TM, w_OM, bias_O, call, keep=False, passing=passing)[0], kept_h
+    y = matmul.product(matmul.pack_activated(h_TM, bias_M, kind), matmul.by_rows(w_OM, "right"), bias=bias_O)
+    if call.watched is not None:
+        call.look_at_rows("a forward product", activation_forward(h_TM, bias_M, kind)[0], w_OM)
+    return y, h_TM
 
 
 def kept_input(x_TI: Tensor, call: Call) -> Tensor:

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.ops.activation import KINDS
 from cputrain.ops.operands import require_float32, require_size
 
 Role = Literal["left", "right"]
@@ -124,6 +125,19 @@ def pack(
         None if sums is None else sums.data_ptr(),
     )
     return row_operand, column_operand
+
+
+def pack_activated(h: Tensor, bias: Tensor | None, kind: str) -> Operand:
+    """The rows of activation(h + bias) for the left side; they are packed as they are computed, and never written."""
+    h = _checked(h)
+    require_float32("pack_activated", h=h, bias=bias)
+    require_size("pack_activated", (h.shape[1],), bias=bias)
+    bias = None if bias is None else bias.contiguous()
+    rows, cols = h.shape
+    memory = _memory(rows, cols, "left")
+    addresses = h.data_ptr(), None if bias is None else bias.data_ptr()
+    native.kernels().int16_pack_activated(*addresses, KINDS[kind], h.stride(0), rows, cols, memory.data_ptr())
+    return Operand(memory, rows, cols, "left")
 
 
 def product(

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.ops import matmul
+from cputrain.ops.activation import KINDS, bias_activation
 from cputrain.ops.matmul import by_columns, by_rows, pack, plain, product, quantise
 
 PANELS = {"portable": {"left": 4, "right": 8}, "avx2": {"left": 4, "right": 16}, "avx512": {"left": 8, "right": 32}}
@@ -120,6 +121,16 @@ def test_bf16_sources(isa):
     assert torch.equal(sums, expected)
     rows, _ = pack(x, rows="left", columns="right")
     assert torch.equal(product(rows, by_rows(w, "right")), matmul.linear_forward(x, w))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activated_rows_are_packed_as_if_they_had_been_written(isa, threads, kind):
+    for rows, depth in ((1, 1), (7, 63), (33, 65), (130, 1025), (0, 5)):
+        h, w = torch.randn(rows, depth + 3)[:, :depth], torch.randn(9, depth)
+        for bias in (torch.randn(depth), torch.randn(2 * depth)[::2], None):
+            activation = bias_activation(h.contiguous(), bias, kind)
+            ours = product(matmul.pack_activated(h, bias, kind), by_rows(w, "right"))
+            assert torch.equal(ours, matmul.linear_forward(activation, w))
 
 
 def test_strided_sources_and_results(isa):
