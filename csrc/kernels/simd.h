@@ -72,11 +72,10 @@ inline VecI round_to_int(Vec v) {
 inline Vec select(VecI mask, Vec yes, Vec no) { return mask ? yes : no; }
 
 #if defined(__AVX512F__)
-inline Vec max(Vec a, Vec b) { return (Vec)_mm512_max_ps((__m512)a, (__m512)b); }
-inline Vec min(Vec a, Vec b) { return (Vec)_mm512_min_ps((__m512)a, (__m512)b); }
-inline Vec sqrt(Vec a) {
-  return (Vec)_mm512_maskz_sqrt_ps(0xffff, (__m512)a);
-}  // gcc 12 warns of the plain one
+// With masks that let everything pass: gcc 12 warns of the plain ones.
+inline Vec max(Vec a, Vec b) { return (Vec)_mm512_maskz_max_ps(0xffff, (__m512)a, (__m512)b); }
+inline Vec min(Vec a, Vec b) { return (Vec)_mm512_maskz_min_ps(0xffff, (__m512)a, (__m512)b); }
+inline Vec sqrt(Vec a) { return (Vec)_mm512_maskz_sqrt_ps(0xffff, (__m512)a); }
 #elif defined(__AVX2__)
 inline Vec max(Vec a, Vec b) { return (Vec)_mm256_max_ps((__m256)a, (__m256)b); }
 inline Vec min(Vec a, Vec b) { return (Vec)_mm256_min_ps((__m256)a, (__m256)b); }
