@@ -150,7 +150,7 @@ def test_a_local_world_asks_for_a_port_only(at_exit) -> None:
 
 
 def test_an_address_that_does_not_answer_is_a_sentence(at_exit, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_own_addresses", lambda: ["127.0.0.2"])
+    monkeypatch.setattr(rendezvous, "own_addresses", lambda: ["127.0.0.2"])
     monkeypatch.setattr(rendezvous, "_answers", lambda *_: False)
     manager = Manager(2)
     manager.barrier = threading.Barrier(2)

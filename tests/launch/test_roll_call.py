@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
 from cputrain import __version__
 from cputrain.launch import roll_call
+from tests.launch.programs import CLEAN
 
 
 @pytest.fixture
@@ -81,7 +85,7 @@ def test_other_versions_do_not_fit(endpoint: str) -> None:
     thread = threading.Thread(target=lambda: told.extend(held(endpoint, (0, 2))))
     thread.start()
     older = roll_call.Card(1, 2, "box2", version="0.0.1")
-    patience = roll_call._Patience(endpoint, 20)
+    patience = roll_call._Patience(endpoint, 20, roll_call.MACHINES)
     with pytest.raises(ValueError) as error:
         roll_call._report(older, patience)
     thread.join()
@@ -114,3 +118,41 @@ def test_strangers_are_ignored(endpoint: str) -> None:
 def test_the_time_must_be_a_number(text: str, endpoint: str) -> None:
     with pytest.raises(ValueError, match="CPUTRAIN_MEETING_SECONDS must be a number of seconds"):
         roll_call.hold(endpoint, 0, 2, {roll_call.SECONDS: text})
+
+
+# --- Ranks that were numbered by hand ----------------------------------------------------------------------------
+
+
+def by_hand(rank: int, port: str, folder: Path, **environ: str) -> subprocess.Popen[str]:
+    (folder / "script.py").write_text("import os\nprint('RAN', os.environ['RANK'])\n")
+    told = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1"}
+    return subprocess.Popen(
+        [sys.executable, "-m", "cputrain", "run", "script.py"],
+        cwd=folder,
+        env={**CLEAN, **told, "MASTER_PORT": port, **environ},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_ranks_by_hand_begin_together(endpoint: str, tmp_path: Path) -> None:
+    port = endpoint.rpartition(":")[2]
+    ranks = [by_hand(rank, port, tmp_path) for rank in range(2)]
+    answers = [rank.communicate(timeout=60) for rank in ranks]
+    assert [out for out, _ in answers] == ["RAN 0\n", "RAN 1\n"], answers
+
+
+@pytest.mark.parametrize(("rank", "missing"), [(0, "rank 1 of 2 (counted from 0)"), (1, "rank 0")])
+def test_a_rank_by_hand_that_is_missing(rank: int, missing: str, endpoint: str, tmp_path: Path) -> None:
+    alone = by_hand(rank, endpoint.rpartition(":")[2], tmp_path, CPUTRAIN_MEETING_SECONDS="2")
+    out, said = alone.communicate(timeout=60)
+    assert alone.returncode == 2 and "RAN" not in out and "Traceback" not in said
+    assert f"{missing} did not come to {endpoint} within 2 s" in said and "with its own RANK" in said
+
+
+def test_what_the_script_starts_is_no_rank(endpoint: str, tmp_path: Path) -> None:
+    """Nor are the ranks of torchrun, which its agent watches."""
+    for name in ("CPUTRAIN_RANKS_HAVE_MET", "TORCHELASTIC_RUN_ID"):
+        out, said = by_hand(0, endpoint.rpartition(":")[2], tmp_path, **{name: "1"}).communicate(timeout=60)
+        assert out == "RAN 0\n", said

@@ -267,3 +267,35 @@ def test_all_of_it_from_the_file(place: Path, tmp_path: Path) -> None:
     assert "ranks: 2 on 1 machine" in answer.stdout and "SPECIAL=x" in answer.stdout
     parsed = config_file.read(file)
     assert config_file.parse(config_file.to_text(parsed.to_mapping()), "again") == parsed
+
+
+ASK = """
+import os, sys
+from cputrain.launch import pmix, ranks, rendezvous
+if sys.argv[1] == "mpi4py":
+    pmix.library = lambda environ: None
+place = ranks.find(os.environ)
+exchange = rendezvous._exchange(place, os.environ)
+said = exchange.broadcast(f"rank-{place.rank}")
+exchange.barrier()
+sys.stdout.write(f"{type(exchange).__module__} {said}\\n")
+if sys.argv[1] == "pmix, then MPI":
+    os.environ["MPI4PY_MPIABI"] = "openmpi"
+    from mpi4py import MPI
+    assert MPI.COMM_WORLD.allreduce(1) == 2
+if sys.argv[1] == "failure" and place.rank == 1:
+    exchange.exit_code = 3
+    sys.exit(3)
+"""
+
+
+@pytest.mark.needs_program("mpirun.openmpi", "openmpi-bin")
+@pytest.mark.parametrize("how", ["pmix, then MPI", "mpi4py", "failure"])
+def test_open_mpi_is_asked(how: str, place: Path) -> None:
+    """By its own protocol; where its library isn't, by mpi4py."""
+    (place / "ask.py").write_text(ASK)
+    words = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "ask.py", how]
+    answer = started(*words, place=place)
+    module = "rendezvous" if how == "mpi4py" else "pmix"
+    assert answer.stdout.splitlines() == [f"cputrain.launch.{module} rank-0"] * 2, answer.stderr
+    assert answer.returncode == (3 if how == "failure" else 0), answer.stderr

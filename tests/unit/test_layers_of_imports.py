@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "cgroup": ["kernel_files"],
     "hardware": ["cgroup"],
     "settings": [],
+    "keep_alive": [],
     "native": ["hardware"],
     "ops": ["native"],
     "memory": ["native"],
@@ -36,8 +37,8 @@ MAY_IMPORT = {
         "precision",
         "settings",
     ],  # not "optimize": that is the function's name
-    "distributed": ["native", "settings"],
-    "launch": ["hardware", "settings"],
+    "distributed": ["native", "settings", "keep_alive"],
+    "launch": ["hardware", "settings", "keep_alive"],
     "cluster": ["hardware"],
     "report": [],
     "integrations": ["api", "distributed"],

@@ -25,8 +25,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cputrain.distributed import communication_cpus
+from cputrain.keep_alive import keep_alive
 
-_IDLE, _INTERVAL, _PROBES = 3, 2, 4  # seconds, seconds: broken after 11 s without an answer
 _NUMBER = struct.Struct("i")
 _PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that it is in
 _TICK = 1.0  # seconds
@@ -178,20 +178,12 @@ def _connect(store: dist.Store, rank: int, size: int, address: str, timeout: tim
         found = {0: connection}
     for connection in found.values():
         connection.settimeout(None)
-        _keep_alive(connection)
+        keep_alive(connection)
     return found
 
 
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _keep_alive(connection: socket.socket) -> None:
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _IDLE)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _INTERVAL)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, _PROBES)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * (_IDLE + _INTERVAL * _PROBES))
 
 
 def _forget_all() -> None:

@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous import RendezvousClosedError, Rendezvo
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from cputrain.launch import processes, rendezvous
+from cputrain.launch.links import Links, keep_all_alive
 from cputrain.launch.peers import Failure, Peers
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.5
 _HEARD_SECONDS = 5.0
+_RANKS_SECONDS = 5.0
 # All have ended by then; whoever holds the store stays until the others have read that.
 GOODBYE_SECONDS = 30.0
 
@@ -42,6 +44,17 @@ class OthersFailed(Exception):
         self.failure = failure
 
 
+class MachineLost(OthersFailed):
+    """Another machine is gone without a word, so nobody else may know."""
+
+    def __init__(self, machines: list[int]) -> None:
+        names = ", ".join(map(str, machines))
+        words = (
+            f"machine {names} (counted from 0) is lost: it, or the network on the way there, doesn't answer any more"
+        )
+        super().__init__(Failure(words, 1))
+
+
 class Agent(LocalElasticAgent):
     """Ranks that have ended count as running until all others have ended as well.
 
@@ -49,13 +62,25 @@ class Agent(LocalElasticAgent):
     """
 
     peers: Peers | None = None  # from the first start on
+    links: Links | None = None
+    endpoint = ""  # an address of the machine where all meet
+    _broken_since: float | None = None
     _ended: RunResult | None = None
     _next_look = 0.0
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         self._ended = None
-        self.peers = Peers(worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1)
+        keep_all_alive()
+        own, size = worker_group.group_rank or 0, worker_group.group_world_size or 1
+        self.peers = Peers(worker_group.store, own, size)
+        self._link(worker_group.store, own, size, self.peers.start)
         return super()._start_workers(worker_group)
+
+    def _link(self, store: Any, own: int, size: int, start: int) -> None:
+        if self.links:
+            self.links.close()
+        self._broken_since = None
+        self.links = Links(store, f"cputrain/links/{start}", own, self.endpoint) if size > 1 else None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         result = self._ended or super()._monitor_workers(worker_group)
@@ -66,23 +91,46 @@ class Agent(LocalElasticAgent):
             self._next_look = 0.0
         if result.state in (WorkerState.SUCCEEDED, WorkerState.HEALTHY) and time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_SECONDS
-            return self._after_a_look(result, self.peers)
+            try:
+                return self._after_a_look(result, self.peers)
+            except RuntimeError:  # the store's machine is gone
+                if self._ended or self._ranks_had_their_say():
+                    raise
         return RunResult(state=WorkerState.HEALTHY) if self._ended else result
 
     def _after_a_look(self, result: RunResult, peers: Peers) -> RunResult:
         failure = peers.failure()
         if failure:
             raise OthersFailed(failure)
+        unreachable = self._unreachable(peers)
         if self._ended is None:
             peers.beat()
+            self._end_without(unreachable)
             return result
         if peers.all_ended():
             return result
         # A machine that was lost before its ranks had ended: nobody knows what they still had to do.
-        lost = peers.lost()
+        lost = sorted({*peers.lost(), *unreachable})
         if lost and not self._remaining_restarts:
-            raise OthersFailed(Failure(f"machine {', '.join(map(str, lost))} was lost before its ranks had ended", 1))
+            raise MachineLost(lost)
         return RunResult(state=WorkerState.UNHEALTHY if lost else WorkerState.HEALTHY)
+
+    def _unreachable(self, peers: Peers) -> list[int]:
+        """Whose kernel doesn't answer, before its ranks have ended."""
+        if self.links is None:
+            return []
+        self.links.look()
+        return sorted(number for number in self.links.broken if not peers.has_ended(number))
+
+    def _end_without(self, machines: list[int]) -> None:
+        """Ranks that don't communicate would go on for nothing."""
+        if machines and not self._remaining_restarts and self._ranks_had_their_say():
+            raise MachineLost(machines)
+
+    def _ranks_had_their_say(self) -> bool:
+        """Ranks that communicate notice a lost machine as soon as we do, and know more of it."""
+        self._broken_since = self._broken_since or time.monotonic()
+        return time.monotonic() - self._broken_since > _RANKS_SECONDS
 
     def tell_others(self, failure: Failure) -> None:
         """If they can be told: the store may be on a machine that is gone. If it is on this one, it stays a moment."""
@@ -99,6 +147,7 @@ def train(order: Order, logs: Any, program: list[str]) -> Failure | None:
     """Runs the ranks of an order until all machines have ended; the answer is what failed, here or elsewhere."""
     handler = get_rendezvous_handler(_meeting(order))
     agent = Agent(_spec(order, handler, program), logs, exit_barrier_timeout=GOODBYE_SECONDS)
+    agent.endpoint = order.endpoint.rpartition(":")[0].strip("[]")
     try:
         failure = _run(agent, order)
     except SignalException as stop:
@@ -118,6 +167,8 @@ def _run(agent: Agent, order: Order) -> Failure | None:
     try:
         result = agent.run()
     except OthersFailed as others:
+        if isinstance(others, MachineLost):
+            agent.tell_others(others.failure)
         return Failure(f"{others.failure.sentence}, and with it the ranks of {here}", others.failure.code)
     except RendezvousClosedError:
         return Failure(f"the training that met at {order.endpoint} is over, without {here}", 1)

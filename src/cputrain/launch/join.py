@@ -9,7 +9,7 @@ import socket
 from collections.abc import Mapping, MutableMapping
 
 from cputrain import __version__, hardware
-from cputrain.launch import openmp, output, pmi, processes, ranks, rendezvous, topology
+from cputrain.launch import numa_memory, openmp, output, pmi, processes, ranks, rendezvous, roll_call, topology
 
 logger = logging.getLogger("cputrain")
 
@@ -19,6 +19,7 @@ LABEL = "CPUTRAIN_LABEL_OUTPUT"
 COMMUNICATION = "CPUTRAIN_CORES_FOR_COMMUNICATION"
 # Where the communication threads of the `ccl` backend may run.
 COMMUNICATION_CPUS = "CPUTRAIN_COMMUNICATION_CPUS"
+_MET = "CPUTRAIN_RANKS_HAVE_MET"
 _LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
 
 
@@ -81,6 +82,9 @@ def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) ->
 
 def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
     meeting, exchange = rendezvous.meet(place, environ)
+    if _nobody_watches(place, environ):
+        roll_call.hold(f"{meeting.address}:{meeting.port}", place.rank, place.size, environ, roll_call.RANKS)
+        environ[_MET] = "1"  # what the script starts is no rank
     environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),
@@ -104,6 +108,12 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.E
     return exchange
 
 
+def _nobody_watches(place: ranks.Place, environ: Mapping[str, str]) -> bool:
+    """Ranks that were numbered by hand: no launcher would end them if one is missing, and torch waits half an hour."""
+    numbered = place.by == "environment" and place.size > 1
+    return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, _MET))
+
+
 def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[topology.Share, tuple[str, ...]]:
     """What this process gets of its machine, and what the division costs."""
     machine = hardware.detect()
@@ -122,6 +132,7 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
     warnings = [*costs, *_set_threads(share, crowded, environ)]
     if share.cpus:
         os.sched_setaffinity(0, share.cpus)
+        _take_memory_there(share.cpus)
     if share.communication:
         environ[COMMUNICATION_CPUS] = ",".join(map(str, share.communication))
     if place is None:
@@ -134,6 +145,13 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
     if place.rank == 0:
         threads = environ["OMP_NUM_THREADS"]
         logger.info(f"each rank computes with {threads} thread{'s' if threads != '1' else ''} ({share.reason})")
+
+
+def _take_memory_there(cpus: hardware.Cpus) -> None:
+    node = numa_memory.node_of(cpus, hardware.detect())
+    reason = numa_memory.prefer(node) if node is not None else None
+    if reason:
+        logger.debug(f"memory comes from where it is touched first, not always from NUMA node {node}: {reason}")
 
 
 def communication(environ: Mapping[str, str]) -> int:

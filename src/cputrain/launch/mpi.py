@@ -13,10 +13,11 @@ from pathlib import Path
 
 from cputrain.launch.hostfile import Machine
 
-# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone for 60 s.
+# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone for 15 s.
+# It is the other sshd that answers: ranks that compute or are stopped have no part in it.
 SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4"),
+    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
 )
 _KINDS = (
     ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),

@@ -1,16 +1,23 @@
-"""Runs an mpirun: its exit code is passed on, and everything ends with us."""
+"""Runs an mpirun: its exit code is passed on, and everything ends with us, or if a machine is lost."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cputrain.launch import mpi, processes
+from cputrain.launch import line, mpi, processes, ssh, watch
 from cputrain.launch.hostfile import Machine
+from cputrain.launch.line import Line
+
+# For ranks that have noticed, too, to say so, and for mpirun to end by itself.
+_GRACE_SECONDS = 5.0
 
 
 def run(
@@ -24,7 +31,12 @@ def run(
         variables = {**os.environ, **environment}
         # MPICH 4.0 doesn't pass the last variable on to other machines; as from a shell, that is this one.
         variables.pop("_", None)
-        return _supervised(words, {**variables, "_": words[0]})
+        elsewhere = [machine.name for machine in machines if not ssh.is_here(machine.name)]
+        lines = watch.over(elsewhere, environment[watch.JOB])
+        try:
+            return _supervised(words, {**variables, "_": words[0]}, lines)
+        finally:
+            line.end(lines)
 
 
 def command(
@@ -41,18 +53,43 @@ def command(
     return mpi.command(found, size, hostfile if elsewhere else None, environment, folder, program)
 
 
-def _supervised(words: list[str], environ: dict[str, str]) -> int:
+def _supervised(words: list[str], environ: dict[str, str], lines: list[Line]) -> int:
     processes.adopt_orphans()
     previous = signal.signal(signal.SIGTERM, _interrupt)
     # Its own session: Ctrl-C reaches us alone, and mpirun gets one SIGTERM from us.
     process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
     try:
-        return processes.exit_code(process.wait())
+        with line.beating(lines):
+            return _wait(process, lines)
     except KeyboardInterrupt as interrupt:
         return 128 + (signal.SIGTERM if interrupt.args else signal.SIGINT)
     finally:
         _end(process)
         signal.signal(signal.SIGTERM, previous)
+
+
+def _wait(process: subprocess.Popen[bytes], lines: list[Line]) -> int:
+    """mpirun waits for ever for a machine that is gone without a word: the lines to the machines tell."""
+    watched = list(lines)
+    while (code := process.poll()) is None:
+        for one in watched:
+            ended = one.process.poll()
+            if ended is not None and _is_lost(one, ended):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(_GRACE_SECONDS)
+                return 1
+        watched = [one for one in watched if one.process.returncode is None]
+        time.sleep(0.1)
+    return processes.exit_code(code)
+
+
+def _is_lost(one: Line, code: int) -> bool:
+    """Says so. A watch that was ended by somebody else is no reason to end a training."""
+    sentence = one.ending(code)
+    lost = one.is_lost()
+    what = "all machines are ended" if lost else "nobody watches it any more"
+    print(f"cputrain: {sentence}; {what}.", file=sys.stderr)
+    return lost
 
 
 def _interrupt(number: int, frame: object) -> None:

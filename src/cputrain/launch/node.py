@@ -1,6 +1,6 @@
 """The ranks of one machine, run by torchrun's agent. As a module it is what ssh starts on other machines:
 
-the order comes as one line of JSON on standard input, and the end of standard input ends the ranks.
+the order comes as one line of JSON on standard input, and the end or the silence of standard input ends the ranks.
 """
 
 from __future__ import annotations
@@ -13,13 +13,16 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from cputrain import __version__
-from cputrain.launch import processes, rendezvous, roll_call
+from cputrain.launch import line, processes, rendezvous, roll_call
 from cputrain.launch.output import Output, standard_streams
+
+_LAST_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -67,15 +70,19 @@ class Order:
         return json.dumps(asdict(self))
 
 
-def from_json(line: str) -> Order:
+def from_json(text: str) -> Order:
     """Another version may have other fields: the versions are compared first."""
-    values = json.loads(line)
-    if values.get("version") != __version__:
-        raise ValueError(
-            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has "
-            f"{values.get('version')}: install the same version on both."
-        )
+    values = json.loads(text)
+    check_version(values.get("version"))
     return Order(**{**values, "program": tuple(values["program"])})
+
+
+def check_version(launching: object) -> None:
+    if launching != __version__:
+        raise ValueError(
+            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {launching}: "
+            "install the same version on both."
+        )
 
 
 def run(order: Order) -> int:
@@ -163,10 +170,10 @@ def _logs(output: Output) -> Any:
 
 
 def main() -> None:
-    line = sys.stdin.readline()
+    words = sys.stdin.readline()
     try:
-        order = from_json(line)
-        threading.Thread(target=_end_with_input, daemon=True).start()
+        order = from_json(words)
+        threading.Thread(target=line.listen, args=(0, _end), daemon=True).start()
         code = run(order)
     except ValueError as error:
         print(f"cputrain: {error}", file=sys.stderr, flush=True)
@@ -175,11 +182,12 @@ def main() -> None:
     os._exit(code)  # not held up by the thread that still reads
 
 
-def _end_with_input() -> None:
-    """Whoever gave the order holds the other end; when it closes, by whatever cause, the ranks end."""
-    while os.read(0, 4096):
-        pass
+def _end() -> None:
+    """Properly, unless that takes too long: whoever would read what is still to be said may be gone."""
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(_LAST_SECONDS)
+    processes.end_descendants()
+    os._exit(128 + signal.SIGTERM)
 
 
 if __name__ == "__main__":

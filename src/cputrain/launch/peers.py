@@ -28,7 +28,7 @@ class Peers:
         self._next_beat = 0.0
         self._heard: dict[int, tuple[str, float]] = {}  # the last state of a peer, and since when it is the same
         # A static rendezvous keeps one store for all starts: without a count, the last start's end would count again.
-        self._start = self._store.add(f"cputrain/starts/{own}", 1)
+        self.start = self._store.add(f"cputrain/starts/{own}", 1)
         self.beat()
 
     def beat(self) -> None:
@@ -53,8 +53,11 @@ class Peers:
         """Whether nobody needs the store any more, which may end with this process."""
         return self._store.check([f"cputrain/heard/{peer}" for peer in range(self._size) if peer != self._own])
 
+    def has_ended(self, peer: int) -> bool:
+        return self._state(peer) == f"{self.start} ended"
+
     def all_ended(self) -> bool:
-        return all(state == f"{self._start} ended" for state in map(self._state, range(self._size)))
+        return all(map(self.has_ended, range(self._size)))
 
     def lost(self) -> list[int]:
         """Those that have been silent for long, or have started anew without us. To be asked again and again."""
@@ -67,10 +70,10 @@ class Peers:
             self._heard[peer] = (state, now)
             since = now
         start, _, doing = state.partition(" ")
-        return int(start or 0) > self._start or (doing != "ended" and now - since > _SILENT_SECONDS)
+        return int(start or 0) > self.start or (doing != "ended" and now - since > _SILENT_SECONDS)
 
     def _say(self, doing: str) -> None:
-        self._store.set(f"cputrain/state/{self._own}", f"{self._start} {doing}")
+        self._store.set(f"cputrain/state/{self._own}", f"{self.start} {doing}")
         self._next_beat = self._clock() + _BEAT_SECONDS
 
     def _state(self, peer: int) -> str:

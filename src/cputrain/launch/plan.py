@@ -6,9 +6,10 @@ import secrets
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, ssh
+from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, ssh, watch
 from cputrain.launch.config import PORT, Config
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.ranks import Node
@@ -167,15 +168,12 @@ def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi,
     size = sum(machine.processes for machine in machines)
     added = {**task.added, **found.environment, **environment.of_several(size), **_mpi_meeting(config, machines, found)}
     added[join.LABEL] = f"{int(task.bars)}:{config.log_dir or ''}"
+    added[watch.JOB] = secrets.token_hex(8)
     variables = environment.forwarded(task.inherited, added)
     program = [sys.executable, *node.rank_arguments(task.program)]
     shown = mpirun.command(found, machines, "HOSTFILE", variables, task.folder, program)
-
-    def start() -> int:
-        ssh.check([machine.name for machine in machines])
-        return mpirun.run(found, machines, variables, task.folder, program)
-
     told = f"rank 0 at {variables['MASTER_ADDR']}" if "MASTER_ADDR" in variables else "rank 0 is asked through MPI"
+    start = partial(mpirun.run, found, machines, variables, task.folder, program)
     return Plan("mpi", reason, tuple(machines), (("this machine", shown),), variables, True, told, start)
 
 

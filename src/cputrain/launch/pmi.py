@@ -27,7 +27,7 @@ class Connection:
         self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
         self._lines = self._socket.makefile("rb")
         self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
-        self._broadcasts = 0
+        self._broadcasts, self._process = 0, os.getpid()
         self.exit_code = 0
         atexit.register(self._finalize)
 
@@ -54,6 +54,8 @@ class Connection:
 
     def _finalize(self) -> None:
         """After a failure the peers are ended, and mpirun ends with our exit code."""
+        if os.getpid() != self._process:  # a child that the script forked
+            return
         if _script_uses_mpi() and not self.exit_code:
             return
         with contextlib.suppress(OSError):  # if MPI has finalised before us, the manager has hung up

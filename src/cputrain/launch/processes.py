@@ -43,21 +43,23 @@ def guard(environ: MutableMapping[str, str]) -> None:
         if os.getppid() == guarded:
             signal.sigwait({signal.SIGUSR1})
         for number, pause in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 0.0)):
-            if not _end_marked(mark, number):
+            # The guard itself was started without the mark.
+            if not (found := marked(_MARK, mark)):
                 break
+            for pid in found:
+                send(pid, number)
             time.sleep(pause)
         os._exit(0)
 
 
-def _end_marked(mark: str, number: int) -> int:
-    """How many processes had the mark. The guard itself was started without it."""
-    entry = f"{_MARK}={mark}".encode()
-    found = 0
-    for name in filter(str.isdigit, os.listdir("/proc")):
-        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+def marked(name: str, value: str) -> list[int]:
+    """The processes, of those that we may look at, that were started with a variable of this value."""
+    entry = f"{name}={value}".encode()
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{pid}/environ", "rb") as file:
             if entry in file.read().split(b"\0"):
-                found += 1
-                _send(int(name), number)
+                found.append(int(pid))
     return found
 
 
@@ -73,7 +75,7 @@ def end_descendants(seconds: float = 5.0) -> None:
             for child in living:
                 if child.pid not in asked:
                     asked.add(child.pid)
-                    _send(child.pid, ask)
+                    send(child.pid, ask)
             if time.monotonic() > end:
                 break
             time.sleep(0.05)
@@ -91,7 +93,7 @@ def _lives(process: object) -> bool:
     return False
 
 
-def _send(pid: int, number: int) -> None:
+def send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, number)
 

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
-from cputrain.launch import pmi
+from cputrain.launch import pmi, pmix
 from cputrain.launch.config import PORT
 from cputrain.launch.ranks import Place, number
 
@@ -45,7 +45,7 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
         if not address:
             raise ValueError("Slurm doesn't say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR.")
         return Meeting(address, port or _slurm_port(environ), reason), None
-    # Open MPI's ranks know a port without a question, for which mpi4py would have to start all of MPI.
+    # Open MPI's ranks know a port without a question.
     exchange = None if address and place.by == "openmpi" else _exchange(place, environ)
     if exchange is None:
         if not address:
@@ -72,6 +72,8 @@ def _told_address(place: Place, environ: Mapping[str, str]) -> tuple[str | None,
 def _exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
     if place.by == "pmi" and environ.get("PMI_FD"):
         return pmi.Connection(environ)
+    if place.by == "openmpi" and (calls := pmix.library(environ)):
+        return pmix.Connection(calls)
     if place.by in ("openmpi", "pmi") and "mpi4py" in _installed("mpi4py"):
         return _Mpi4py(place)
     return None
@@ -86,7 +88,7 @@ def _installed(name: str) -> str:
 def _nobody_knows(place: Place) -> str:
     said = {
         "environment": "RANK, WORLD_SIZE and LOCAL_RANK are set, but not MASTER_ADDR: set it to rank 0's address.",
-        "openmpi": "Open MPI doesn't say where rank 0 is: give mpirun -x MASTER_ADDR=…, or pip install mpi4py.",
+        "openmpi": "Open MPI has no libpmix to ask where rank 0 is: give mpirun -x MASTER_ADDR=…, or install mpi4py.",
     }
     return said.get(place.by, "mpirun doesn't say where rank 0 is: set MASTER_ADDR, or pip install mpi4py.")
 
@@ -133,7 +135,7 @@ def _asked(place: Place, exchange: Exchange, port: int | None) -> Meeting:
     """
     if place.rank == 0:
         with _Greeter(port) as greeter:
-            addresses = _own_addresses()
+            addresses = own_addresses()
             exchange.broadcast(",".join([str(greeter.port), greeter.token, *addresses]))
             exchange.barrier()
             return Meeting(greeter.met_at or addresses[0], greeter.port, "rank 0 was asked through MPI")
@@ -201,7 +203,7 @@ def _answers(address: str, port: int, token: str) -> bool:
         return False
 
 
-def _own_addresses() -> list[str]:
+def own_addresses() -> list[str]:
     """Addresses of interfaces that are up, other machines' way in: IPv4 first, then global IPv6; never loopback."""
     import psutil
 
