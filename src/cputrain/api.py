@@ -101,7 +101,7 @@ def explain(model: nn.Module) -> Explanation:
     facts = [
         ("precision", record.dtype, record.dtype_reason),
         ("instruction set", native.kernels().isa, "every kernel is compiled for portable, avx2 and avx512"),
-        ("padding", record.padding, _padding_reason(record)),
+        ("padding", record.padding, _padding_reason(model, record)),
     ]
     if optimizer is not None:
         facts.append(("optimizer", type(optimizer).__name__, takeover.take_over(optimizer).reason))
@@ -177,11 +177,19 @@ def _undo_model(model: nn.Module) -> None:
         _clipping.pop(model)()
 
 
-def _padding_reason(record: Record) -> str:
+_DROPPED_MEANS = (
+    "real tokens only between embeddings and head; each one's result is stock's for the real tokens alone, with the "
+    "position ids and distances of the padded batch; hidden states and token logits at padded positions are 0"
+)
+
+
+def _padding_reason(model: nn.Module, record: Record) -> str:
     if record.padding == "keep":
         return "asked for: stock's padded numbers"
     done = {entry.what for entry in record.patches.replaced}
     spans = "; span logits at padded positions get the lowest finite value" if heads.SPAN in done else ""
     if encoder.DROPPED in done:
-        return f"real tokens only between embeddings and head; hidden states and token logits at padding are 0{spans}"
+        return f"{_DROPPED_MEANS}{spans}"
+    if not recognise.takes_padding(model):
+        return "none: this model takes no mask"
     return f"stays inside the model: no encoder was recognised that can do without{spans}"

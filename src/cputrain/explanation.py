@@ -38,11 +38,10 @@ def _pattern(name: str) -> str:
 
 def explain_patches(patches: Patches) -> list[Row]:
     counts: Counter[Row] = Counter()
-    blocks = {entry.module for entry in patches.replaced if entry.block}
-    inside = {part for block in blocks for part in block.modules() if part is not block}
+    inside = {part for entry in patches.replaced for child in entry.bypassed for part in child.modules()}
     for entry in patches.replaced:
         if entry.module in inside:
-            continue  # a part of a block runs by itself only while the block steps aside
+            continue
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
         what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"
         trouble = arithmetic_of(entry.module).trouble

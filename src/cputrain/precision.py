@@ -21,7 +21,7 @@ logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 _STORE_KEY = "cputrain/precision"
-_AUTO = "auto: "  # begins the reason of a choice that nobody made
+AUTO = "auto: "  # begins the reason of a choice that nobody made
 _told: set[str] = set()
 
 
@@ -62,10 +62,10 @@ def _bf16() -> Choice:
 
 def tell(choice: Choice) -> None:
     """Says once what `auto` chose, and why. fp32 surprises nobody."""
-    if choice.reason.startswith(_AUTO) and choice.reason not in _told:
+    if choice.reason.startswith(AUTO) and choice.reason not in _told:
         _told.add(choice.reason)
         level = logging.INFO if choice.kind == "fp32" else logging.WARNING
-        logger.log(level, "%s: %s", choice.dtype, choice.reason.removeprefix(_AUTO))
+        logger.log(level, "%s: %s", choice.dtype, choice.reason.removeprefix(AUTO))
 
 
 def note_told(choice: Choice) -> None:
@@ -87,13 +87,13 @@ def automatic(measured: bool = True) -> Choice:
         candidates.append(("int16", "int16", f"{_cpu()} has {has}{lacks}"))
     for dtype, kind, why in candidates:
         if not measured:
-            return Choice(dtype, kind, f"{_AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
+            return Choice(dtype, kind, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
         speed = product_speed.ratio(kind)
         if speed >= 1:
-            return Choice(dtype, kind, f"{_AUTO}{why}; measured {speed:.2f} × fp32")
+            return Choice(dtype, kind, f"{AUTO}{why}; measured {speed:.2f} × fp32")
         slow.append(f"{dtype} only {speed:.2f} × fp32")
     found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
-    return Choice("fp32", "fp32", f"{_AUTO}nothing is faster on {_cpu()}{found}")
+    return Choice("fp32", "fp32", f"{AUTO}nothing is faster on {_cpu()}{found}")
 
 
 def _agreed() -> Choice:
@@ -113,7 +113,7 @@ def _agreed() -> Choice:
         store.set(_STORE_KEY, json.dumps(asdict(automatic())))
     choice = Choice(**json.loads(store.get(_STORE_KEY)))
     if choice.kind == "native_bf16" and not hardware.has_bf16():
-        return Choice("bf16", "bf16", f"{_AUTO}rank 0 chose bf16, which {_cpu()} only stores")
+        return Choice("bf16", "bf16", f"{AUTO}rank 0 chose bf16, which {_cpu()} only stores")
     return choice
 
 

@@ -52,6 +52,13 @@ def test_optimize_again_and_restore_in_the_middle():
     assert_close(gradients_of(ours, loss), expected)
 
 
+def test_explain_lists_what_runs_and_not_the_parts_that_it_bypasses():
+    modules = [name for name, _, _ in cputrain.explain(cputrain.optimize(token_bert())).modules]
+    assert "bert.encoder.layer.*" in modules and ATTENTION in modules
+    assert not [name for name in modules if name.startswith(("bert.encoder.layer.*.output", f"{ATTENTION}."))]
+    assert not [name for name in modules if "intermediate" in name or name.startswith("bert.embeddings.")]
+
+
 def test_copies_of_parts_are_restored_with_the_model():
     """Somebody makes a model deeper by copies of its layers, or takes its encoder into another."""
     model = cputrain.optimize(token_bert())

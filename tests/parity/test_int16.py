@@ -9,6 +9,7 @@ import torch
 
 import cputrain
 from cputrain import hardware
+from cputrain.ops import arithmetic
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
@@ -28,17 +29,56 @@ def test_error_is_at_most_a_quarter_of_bf16s(isa, name, padding):
     assert 1e-7 < error <= distance(in_bf16(model, batch), stock) / 4
 
 
-def test_every_product_of_a_layer_is_int16(monkeypatch):
-    """query, key and value are one product, the output and the feed-forward three; each has two gradients."""
+@pytest.fixture
+def of_any_size(monkeypatch):
+    """Tiny products must be int16's, too, where a linear layer stands alone."""
+    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE_PRODUCT", 0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "opt", "mistral", "modernbert", "t5", "deberta_v2", "mlp"])
+def test_linear_layers_outside_recognised_blocks(of_any_size, name):
+    model, batch = tiny(name, padding="none" if name == "mlp" else "right")
+    exact, ours = (
+        gradients(cputrain.optimize(copy.deepcopy(model), dtype=dtype), lambda m: m(**batch).loss)
+        for dtype in ("fp32", "int16")
+    )
+    stock = gradients(copy.deepcopy(model), lambda m: m(**batch).loss)
+    assert 1e-6 < distance(ours, exact) <= distance(in_bf16(model, batch), stock) / 4
+
+
+# A layer's query, key and value are one product in BERT, as in GPT-2; output and feed-forward are three more. GPT-2's
+# layers are Conv1D, and its head is wide enough for int16.
+@pytest.mark.parametrize(("name", "forward_products"), [("bert", 2 * 4), ("gpt2", 2 * 4 + 1)])
+def test_every_product_of_a_layer_is_int16(monkeypatch, of_any_size, name, forward_products):
+    """Each has two gradients."""
     from cputrain.ops import matmul
 
-    model, batch = tiny("bert")
+    model, batch = tiny(name)
     cputrain.optimize(model, dtype="int16")
     calls = []
     product = matmul.product
-    monkeypatch.setattr(matmul, "product", lambda *a, **k: calls.append(1) or product(*a, **k))
+    monkeypatch.setattr(matmul, "product", lambda left, *a, **k: calls.append(left) or product(left, *a, **k))
     model(**batch).loss.backward()
-    assert len(calls) == 3 * 4 * model.config.num_hidden_layers
+    assert len([left for left in calls if left.vectors > arithmetic.SAMPLE]) == 3 * forward_products
+
+
+def _spoil(layer):
+    """One huge feature that the feed-forward doesn't listen to: beside it int16 loses all others."""
+    with torch.no_grad():
+        layer.attention.output.LayerNorm.weight[3] = 1e7
+        layer.intermediate.dense.weight[:, 3] = 0
+
+
+def test_a_layer_that_int16_spoils_returns_to_fp32_after_its_first_forward(caplog):
+    model, batch = tiny("bert")
+    _spoil(model.bert.encoder.layer[0])
+    cputrain.optimize(model, dtype="int16")
+    assert "return to fp32" not in caplog.text
+    model(**batch)
+    assert caplog.text.count("return to fp32") == 1
+    rows = [row for row in cputrain.explain(model).modules if "products in fp32 again" in row[2]]
+    assert [row[:2] for row in rows] == [("bert.encoder.layer.*", "BertLayer")]
+    assert "in a sample of a forward product int16 was off by" in rows[0][2]
 
 
 def test_precision_is_switched_and_restored():

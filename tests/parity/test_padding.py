@@ -213,7 +213,7 @@ def test_explain_tells_what_the_last_call_did():
     assert "stock" in what_runs(model, "encoder")
     model(ids(RIGHT), attention_mask=RIGHT)
     assert what_runs(model, "encoder") == "padding dropped between embeddings and head"
-    assert "real tokens only" in str(cputrain.explain(model))
+    assert "each one's result is stock's for the real tokens alone" in str(cputrain.explain(model))
 
 
 def test_a_chunked_feed_forward_keeps_its_padding():

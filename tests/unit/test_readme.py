@@ -81,6 +81,36 @@ def test_sub_commands_exist(name: str) -> None:
     assert name in typer.main.get_group(app).commands
 
 
+def numbers(text: str) -> list[str]:
+    return re.findall(r"(?<![\w.])\d+(?:\.\d+)?(?![\w.])", text)
+
+
+RESULTS = re.search(r"^## Results\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
+REPORTS = "\n".join((ROOT / path).read_text() for path in re.findall(r"\((benchmarks/results/\S+\.md)\)", RESULTS))
+# Without its head, and without the column that says what was measured.
+ROWS = [row.split("|")[2:-1] for row in RESULTS.splitlines() if row.startswith("|")][2:]
+
+
+def is_reported(number: str, reported: str) -> bool:
+    """Whether a report has it, with as many digits or more."""
+    digits = len(number.partition(".")[2])
+    return any(f"{float(found):.{digits}f}" == number for found in numbers(reported))
+
+
+@pytest.mark.parametrize("cells", ROWS, ids=range(len(ROWS)))
+def test_figures_are_those_of_the_reports(cells: list[str]) -> None:
+    row = " ".join(cells)
+    ratios, others = re.findall(r"\*\*(.+?)\*\*", row), numbers(re.sub(r"\*\*.+?\*\*", "", row))
+    assert ratios and others
+    assert [one for one in ratios if not is_reported(one, " ".join(re.findall(r"\*\*(.+?)\*\*", REPORTS)))] == []
+    assert [one for one in others if not is_reported(one, REPORTS)] == []
+
+
+def test_a_figure_that_no_report_has_is_found() -> None:
+    assert is_reported("3.0", "**2.97** (2.85 - 3.05)") and not is_reported("3.1", "**2.97** 13.1 3.1x")
+    assert len(ROWS) > 5 and len(numbers(REPORTS)) > 100
+
+
 def test_every_script_that_make_runs_exists() -> None:
     scripts = re.findall(r"python ([\w/]+\.py)", (ROOT / "Makefile").read_text())
     assert scripts

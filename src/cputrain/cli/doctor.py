@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from cputrain import __version__, hardware
+from cputrain.hardware import Fact
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -49,6 +50,7 @@ class Report:
     packages: dict[str, str | None]
     hardware: hardware.Hardware
     kernels: Kernels
+    auto: Fact[str] | None  # the precision that dtype="auto" means here; None if no kernel runs
     threads: Threads
     advice: tuple[str, ...]
 
@@ -77,6 +79,7 @@ def examine() -> Report:
         packages={name: _version(name) for name in _PACKAGES},
         hardware=machine,
         kernels=kernels,
+        auto=None if kernels.problem else _auto(),
         threads=threads,
         advice=tuple(_advice(machine, kernels, threads)),
     )
@@ -100,6 +103,14 @@ def _kernels() -> Kernels:
     except ValueError as error:  # the library is missing, broken or of another version
         return Kernels(isa, reason, str(error))
     return Kernels(isa, reason, None)
+
+
+def _auto() -> Fact[str]:
+    """Measured within two seconds the first time, and remembered, as `optimize` does it."""
+    from cputrain import precision
+
+    choice = precision.automatic()
+    return Fact(choice.dtype, choice.reason.removeprefix(precision.AUTO))
 
 
 def _threads() -> Threads:
@@ -188,6 +199,8 @@ def _sections(report: Report) -> Iterator[list[Row]]:
 def _software(report: Report) -> Iterator[Row]:
     kernels, threads = report.kernels, report.threads
     yield "kernels", f"{kernels.isa}: native library {'does NOT load' if kernels.problem else 'loads'}", kernels.reason
+    if report.auto is not None:
+        yield "auto", f"{report.auto.value}: what optimize computes in", report.auto.source
     yield "bf16", *_bf16(report.hardware.instruction_sets.value)
     runtimes = " and ".join(path.rpartition("/")[2] for path in threads.runtimes) or "no OpenMP"
     asked = "is not set" if threads.omp_num_threads is None else f"is {threads.omp_num_threads}"

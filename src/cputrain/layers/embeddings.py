@@ -134,9 +134,7 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
         return False
     if norms[0].weight is None or norms[0].bias is None or len(norms[0].normalized_shape) != 1:
         return False
-    patches.bind(
-        name, module, "forward", fused_forward, "embedding rows, LayerNorm and dropout in one pass", block=True
-    )
+    patches.bind(name, module, "forward", fused_forward, "embedding rows, LayerNorm and dropout in one pass", children)
     for part, forward in (
         *((t, table_forward) for t in tables),
         (norms[0], norm_forward),

@@ -146,7 +146,7 @@ def _ragged_agrees(encoder: nn.Module) -> bool:
             x = random_rows(2, 5, _input_width(encoder))
             rows = _first_tensor(stock(gather(x, padding.ragged), padding.ragged))
             expected = gather(_first_tensor(stock(x, mask)), padding.ragged)
-            # A wrong structure is off by as much as the values; int16 products by a thousandth of that.
+            # A wrong structure is off by as much as the values.
             tolerance = 1e-2 * expected.abs().max().item()
             return rows.shape == expected.shape and torch.allclose(rows, expected, rtol=0, atol=tolerance)
         except REFUSALS:

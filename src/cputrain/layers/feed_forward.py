@@ -180,15 +180,15 @@ def _mlp_method(module: nn.Module) -> str | None:
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if _has_chunk(module):
         what = "feed-forward, residual and LayerNorm; activation recomputed"
-        patches.bind(name, module, "feed_forward_chunk", chunk_forward, what)
+        halves = (module.intermediate, module.output)
+        patches.bind(name, module, "feed_forward_chunk", chunk_forward, what, halves)
         return True
     if _is_intermediate(module):
-        patches.bind(name, module, "forward", intermediate_forward, "linear + bias + activation", block=True)
+        patches.bind(name, module, "forward", intermediate_forward, "linear + bias + activation", module.children())
         return True
     method = _mlp_method(module)
     if method is not None:
-        patches.bind(
-            name, module, method, mlp_forward, "linear + activation + linear; activation recomputed", block=True
-        )
+        what = "linear + activation + linear; activation recomputed"
+        patches.bind(name, module, method, mlp_forward, what, module.children())
         return True
     return False

@@ -57,17 +57,27 @@ def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tenso
 
 def linear_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     """The product in the module's own precision, where that isn't fp32 and the product is large."""
+    return _product(self, stock, input, self.weight)
+
+
+def conv1d_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
+    """The same for transformers' Conv1D (GPT-2), a linear layer whose weight lies the other way round."""
+    return _product(self, stock, x, self.weight.t())
+
+
+def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) -> Tensor:
     input = computed(input)
-    arithmetic = arithmetic_of(self)
-    small = self.out_features < FEWEST_FEATURES or input.numel() * self.out_features < WORTHWHILE_PRODUCT
-    if arithmetic.kind == "fp32" or small or input.shape[-1] != self.in_features:
+    arithmetic = arithmetic_of(module)
+    out_features, in_features = w_OI.shape
+    small = out_features < FEWEST_FEATURES or input.numel() * out_features < WORTHWHILE_PRODUCT
+    if arithmetic.kind == "fp32" or small or input.shape[-1] != in_features:
         return stock(input)
-    reason = tensor_obstacle(input, self.weight, self.bias)
+    reason = tensor_obstacle(input, module.weight, module.bias)
     if reason is not None:
-        step_aside(self, reason)
+        step_aside(module, reason)
         return stock(input)
-    y = linear(flat(input).contiguous(), self.weight, self.bias, arithmetic)
-    return y.view(*input.shape[:-1], self.out_features)
+    y = linear(flat(input).contiguous(), w_OI, module.bias, arithmetic)
+    return y.view(*input.shape[:-1], out_features)
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
@@ -87,5 +97,14 @@ def take_over_linears(model: nn.Module, patches: Patches) -> None:
     if patches.kind == "fp32":
         return
     for name, module in model.named_modules():
-        if type(module) is nn.Linear and untouched(module) and module.out_features >= FEWEST_FEATURES:
-            patches.bind(name, module, "forward", linear_forward, f"its product in {patches.kind}")
+        forward, width = _linear_kind(module)
+        if forward is not None and untouched(module) and width >= FEWEST_FEATURES:
+            patches.bind(name, module, "forward", forward, f"its product in {patches.kind}")
+
+
+def _linear_kind(module: nn.Module) -> tuple[Callable | None, int]:
+    """Which forward of ours serves it, and its out-features; transformers need not be imported to know its Conv1D."""
+    if type(module) is nn.Linear:
+        return linear_forward, module.out_features
+    is_conv1d = type(module).__name__ == "Conv1D" and type(module).__module__ == "transformers.pytorch_utils"
+    return (conv1d_forward, module.weight.shape[1]) if is_conv1d else (None, 0)

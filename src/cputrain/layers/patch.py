@@ -13,7 +13,6 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Iterable
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,12 +21,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from cputrain.layers import autocast
-from cputrain.ops.arithmetic import FP32, Arithmetic, Kind
+from cputrain.ops.arithmetic import FP32, Arithmetic, Kind, probing
 
 logger = logging.getLogger("cputrain")
-
-# Set while a module is only asked what it computes: what happens then is nobody's concern.
-probing: ContextVar[bool] = ContextVar("cputrain_probing", default=False)
 
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
@@ -43,7 +39,7 @@ class Replacement:
     module: nn.Module
     method: str
     what: str
-    block: bool  # its parts are bypassed while it runs
+    bypassed: tuple[nn.Module, ...]  # while it runs; they run by themselves only while it steps aside
 
 
 @dataclass
@@ -54,14 +50,22 @@ class Patches:
     replaced: list[Replacement] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
 
-    def bind(self, name: str, module: nn.Module, method: str, fused: Callable, what: str, block: bool = False) -> None:
+    def bind(
+        self,
+        name: str,
+        module: nn.Module,
+        method: str,
+        fused: Callable,
+        what: str,
+        bypassed: Iterable[nn.Module] = (),
+    ) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
         wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
         if self.kind != "fp32":
             module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
-        self.replaced.append(Replacement(name, module, method, what, block))
+        self.replaced.append(Replacement(name, module, method, what, tuple(bypassed)))
 
     def take_back(self, count: int) -> None:
         """Undoes all replacements but the first `count`."""

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import probing
+from cputrain.ops.arithmetic import probing
 
 
 def pattern(x: Tensor) -> Tensor:

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention, stack
-from cputrain.layers.patch import Patches, is_ours, untouched
+from cputrain.layers.attention_config import is_transformers_model
+from cputrain.layers.patch import Patches, is_ours, parameter_names, untouched
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
@@ -56,6 +57,15 @@ _AUTOCAST = {
 
 def _as_stock(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     return stock(*args, **kwargs)
+
+
+def takes_padding(model: nn.Module) -> bool:
+    """Whether a mask can be given to it, or to a model inside; parts of transformers' models take theirs from these."""
+    models = [part for part in model.modules() if is_transformers_model(part)]
+    inside = {id(part) for found in models for part in found.modules()}
+    asked = [*models, *(part for part in model.modules() if id(part) not in inside)]
+    kinds = {type(part) for part in asked if not isinstance(part, torch.jit.ScriptModule)}
+    return any(name.endswith("mask") for kind in kinds for name in parameter_names(kind.forward))
 
 
 def take_over_encoders(model: nn.Module, patches: Patches) -> bool:

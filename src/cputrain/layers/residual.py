@@ -86,7 +86,6 @@ def is_residual_block(module: nn.Module) -> bool:
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if not is_residual_block(module):
         return False
-    patches.bind(
-        name, module, "forward", fused_forward, "linear + dropout + residual + LayerNorm in one pass", block=True
-    )
+    what = "linear + dropout + residual + LayerNorm in one pass"
+    patches.bind(name, module, "forward", fused_forward, what, module.children())
     return True

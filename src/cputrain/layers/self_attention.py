@@ -191,6 +191,6 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
         "forward",
         fused_forward,
         "query, key, value as one product; tiled attention with dropout inside",
-        block=True,
+        module.children(),
     )
     return True

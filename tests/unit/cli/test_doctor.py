@@ -43,6 +43,11 @@ def test_json_says_which_kernels_run_and_why(found) -> None:
     assert found["kernels"] == {"isa": "portable", "reason": "CPUTRAIN_ISA=portable", "problem": None}
 
 
+def test_json_says_what_auto_means_here_and_why(found) -> None:
+    assert found["auto"]["value"] in ("fp32", "int16", "bf16")
+    assert hardware.this_machine().model.value in found["auto"]["source"]
+
+
 def test_json_has_threads_and_one_openmp_runtime(found) -> None:
     assert found["threads"]["torch"] == 1
     assert found["threads"]["omp_num_threads"] == "1"
@@ -57,7 +62,7 @@ def test_one_screen_of_eighty_columns() -> None:
     assert max(map(len, lines)) <= 80
     labels = {line.split()[0] for line in lines if line and not line.startswith(" ")}
     assert {"CPU", "sets", "cores", "sockets", "NUMA", "caches", "memory"} <= labels
-    assert {"affinity", "cpuset", "quota", "limit", "usable", "kernels", "threads", "packages"} <= labels
+    assert {"affinity", "cpuset", "quota", "limit", "usable", "kernels", "auto", "threads", "packages"} <= labels
     assert "CPUTRAIN_ISA=portable" in answer.stdout
 
 

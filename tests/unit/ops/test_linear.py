@@ -43,6 +43,15 @@ def test_low_precision_is_as_exact_as_it_says(isa, threads, kind, limits, rows):
         assert ((a - b).norm() / b.norm()).item() < limit
 
 
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16"])
+def test_any_number_of_threads_gives_the_same_bits(kind, threads):
+    x, w, bias = torch.randn(300, 384), torch.randn(130, 384), torch.randn(130)
+    found = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    torch.set_num_threads(1)
+    expected = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("kind", ["fp32", "int16", "bf16", "native_bf16"])
 def test_frozen_parts_get_no_gradient(kind):
     x, w, bias = torch.randn(5, 8), torch.randn(3, 8, requires_grad=True), torch.randn(3)
