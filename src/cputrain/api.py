@@ -96,7 +96,9 @@ def explain(model: nn.Module) -> Explanation:
     _check_module(model)
     record: Record | None = model.__dict__.get(_RECORD)
     if record is None:
-        return Explanation([("model", type(model).__name__, "as stock: cputrain.optimize was not called on it")], [])
+        as_part = "part of an optimised model: explain that one" if patch.has_patches(model) else None
+        found = as_part or "as stock: cputrain.optimize was not called on it"
+        return Explanation([("model", type(model).__name__, found)], [])
     optimizer = _optimizer_of(model)
     facts = [
         ("precision", record.dtype, record.dtype_reason),
@@ -117,15 +119,20 @@ def restore(model: nn.Module) -> nn.Module:
     """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
     _check_module(model)
     _undo_model(model)
+    for part in model.modules():  # one of them may have been optimised by itself before
+        _give_optimizer_back(part)
+    if not _clipping:  # no other model in this process is optimised
+        workspace.clear()
+        memory.release()
+    return model
+
+
+def _give_optimizer_back(model: nn.Module) -> None:
     optimizer = _optimizer_of(model)
     if optimizer is not None:
         del _optimizers[model]
         if not any(other() is optimizer for other in _optimizers.values()):  # it may train two models
             takeover.give_back(optimizer)
-    if not _clipping:  # no other model in this process is optimised
-        workspace.clear()
-        memory.release()
-    return model
 
 
 def _check_module(model: nn.Module) -> None:
@@ -170,11 +177,12 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
 
 
 def _undo_model(model: nn.Module) -> None:
-    model.__dict__.pop(_RECORD, None)
     patch.undo(model)
     attention_config.undo(model)
-    if model in _clipping:
-        _clipping.pop(model)()
+    for part in model.modules():
+        part.__dict__.pop(_RECORD, None)
+        if part in _clipping:
+            _clipping.pop(part)()
 
 
 _DROPPED_MEANS = (

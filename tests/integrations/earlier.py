@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -44,14 +45,16 @@ def _install(wanted: Path, folder: Path) -> None:
     pytest.skip(reason)
 
 
-def run(release: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """This python, with a release's packages before .venv's."""
+def start(release: str, *arguments: str, **options: Any) -> subprocess.Popen[str]:
+    """This python, with a release's packages before .venv's; `options` are Popen's."""
     path = os.pathsep.join([str(folder_of(release)), str(ROOT)])
-    return subprocess.run(
-        [sys.executable, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **options.pop("env", {})}
+    return subprocess.Popen([sys.executable, *arguments], text=True, cwd=ROOT, env=environment, **options)
+
+
+def run(release: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The same, to its end."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = start(release, *arguments, env=environment, **pipes)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -35,14 +37,19 @@ def test_the_oldest_release_is_the_one_that_is_promised() -> None:
         assert not transformers.__version__.startswith(release), "this process has today's"
 
 
-@pytest.mark.parametrize("release", earlier.RELEASES)
-def test_flags_trainer_and_accelerator_pass_their_tests(release: str) -> None:
-    """The same tests as today's transformers must pass."""
-    suites = [f"tests/integrations/{name}" for name in SUITES]
-    answer = earlier.run(release, "-m", "pytest", "-q", "-p", "no:cacheprovider", *suites)
-    assert answer.returncode == 0, answer.stdout[-5000:]
-    assert int(re.search(r"(\d+) passed", answer.stdout)[1]) >= 70
-    assert "skipped" not in answer.stdout
+@pytest.fixture(scope="module", autouse=True)
+def suites(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, tuple[subprocess.Popen[str], Path]]]:
+    """Each release's run of the suites, beside the other tests here: a run is one thread."""
+    folder, running = tmp_path_factory.mktemp("suites"), {}
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", *(f"tests/integrations/{name}" for name in SUITES)]
+    for release in earlier.RELEASES:
+        said = folder / release
+        with said.open("w") as file:
+            running[release] = earlier.start(release, *command, stdout=file, stderr=subprocess.STDOUT), said
+    yield running
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
 
 
 def test_the_guides_commands_run_on_the_oldest() -> None:
@@ -124,3 +131,17 @@ def test_arguments_of_the_oldest_can_be_read_today(saved: Path) -> None:
     arguments = torch.load(saved / "ours" / "checkpoint-8" / "training_args.bin", weights_only=False)
     assert type(arguments) is transformers.TrainingArguments
     assert arguments.use_ipex is True and arguments.max_steps == 8
+
+
+# --- At the end, for they have been running since the beginning ---------------------------------------------------
+
+
+@pytest.mark.parametrize("release", earlier.RELEASES)
+def test_flags_trainer_and_accelerator_pass_their_tests(release: str, suites) -> None:
+    """The same tests as today's transformers must pass."""
+    process, file = suites[release]
+    code = process.wait(570)
+    said = file.read_text()
+    assert code == 0, said[-5000:]
+    assert int(re.search(r"(\d+) passed", said)[1]) >= 70
+    assert "skipped" not in said

@@ -42,6 +42,7 @@ if os.environ["RANK"] == "1":
     time.sleep(0.5)
     if sys.argv[1] == "raise":
         raise KeyError("rank 1's trouble")
+    sys.stderr.write("rank 1's last words\\n")
     os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else sys.exit(int(sys.argv[1]))
 subprocess.Popen(["sleep", "4321"], start_new_session=True)
 time.sleep(60)

@@ -36,6 +36,7 @@ CORES = hardware.this_machine().usable_cores.value
 def place(tmp_path_factory) -> Path:
     place = tmp_path_factory.mktemp("several")
     programs.write(place, show=programs.SHOW, sum=programs.SUM, fail=programs.FAIL, wait=programs.WAIT)
+    programs.write(place, show_and_sum=programs.SHOW + programs.SUM)
     return place
 
 
@@ -54,9 +55,9 @@ def nothing_is_left(number: str, seconds: float = 10) -> bool:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_see_who_they_are(engine: list[str], place: Path, tmp_path: Path) -> None:
+def test_two_ranks_see_who_they_are_and_compute_together(engine: list[str], place: Path, tmp_path: Path) -> None:
     options = ["-n", "2", *engine, "--log-dir", tmp_path / "logs", "--env", "SPECIAL=a b"]
-    answer = launch(*options, "show.py", "--lr", "1", folder=place, HF_TOKEN="hush")
+    answer = launch(*options, "show_and_sum.py", "--lr", "1", folder=place)
     assert answer.returncode == 0, answer.stderr
     first, second = shown(answer.stdout)
     assert (first["RANK"], first["LOCAL_RANK"], first["WORLD_SIZE"], first["MASTER_ADDR"]) == (
@@ -70,28 +71,24 @@ def test_two_ranks_see_who_they_are(engine: list[str], place: Path, tmp_path: Pa
     assert first["argv"] == ["--lr", "1"] and first["SPECIAL"] == "a b"
     if CORES >= 2 and hardware.this_machine().cpu_quota.value is None:
         assert not set(first["cpus"]) & set(second["cpus"]), "cores of their own"
-    lines = answer.stdout.splitlines()
-    assert sorted(line[:9] for line in lines) == ["[0] SHOWN", "[1] SHOWN"]
+    labelled = sorted(line if "SUM" in line else line[:9] for line in answer.stdout.splitlines())
+    assert labelled == ["[0] SHOWN", "[0] SUM 3.0 3.0 shm", "[1] SHOWN", "[1] SUM 3.0 3.0 shm"]
     for rank in (0, 1):
-        assert (tmp_path / "logs" / f"rank-{rank}.log").read_text().count("SHOWN") == 1
+        kept = (tmp_path / "logs" / f"rank-{rank}.log").read_text()
+        assert (kept.count("SHOWN"), kept.count("SUM")) == (1, 1)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
-def test_two_ranks_compute_together(engine: list[str], place: Path) -> None:
-    answer = launch("-n", "2", *engine, "sum.py", folder=place)
-    assert answer.returncode == 0, answer.stderr
-    assert sorted(answer.stdout.splitlines()) == ["[0] SUM 3.0 3.0 shm", "[1] SUM 3.0 3.0 shm"]
-
-
-@pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize(("how", "code"), [("3", {3}), ("raise", {1})])
+@pytest.mark.parametrize(
+    ("engine", "how", "code"),
+    [pytest.param(*e.values, "3", 3, id=f"{e.id}-3", marks=e.marks) for e in ENGINES]
+    + [pytest.param([], "raise", 1, id="agent-raise")],
+)
 def test_a_rank_that_fails_ends_all_with_its_exit_code(engine, how, code, place: Path) -> None:
     begin = time.monotonic()
     answer = launch("-n", "2", *engine, "fail.py", how, folder=place)
-    assert answer.returncode in code, answer.stderr
+    assert answer.returncode == code, answer.stderr
     assert time.monotonic() - begin < 45, "not when the others were done"
-    if how == "raise":
-        assert '[1] KeyError: "rank 1\'s trouble"' in answer.stderr
+    assert ('[1] KeyError: "rank 1\'s trouble"' if how == "raise" else "[1] rank 1's last words") in answer.stderr
     assert nothing_is_left("4321")
 
 

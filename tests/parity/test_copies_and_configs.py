@@ -59,6 +59,20 @@ def test_explain_lists_what_runs_and_not_the_parts_that_it_bypasses():
     assert not [name for name in modules if "intermediate" in name or name.startswith("bert.embeddings.")]
 
 
+def test_a_part_that_was_optimised_before_is_restored_with_the_model():
+    model = token_bert()
+    expected = gradients_of(model, loss)
+    inner = torch.optim.AdamW(model.bert.parameters())
+    cputrain.optimize(model.bert, inner)
+    cputrain.optimize(model)
+    assert "part of an optimised model" in str(cputrain.explain(model.bert))
+    assert_close(gradients_of(model, loss), expected)
+    cputrain.restore(model)
+    assert "_init_group" not in inner.__dict__
+    assert not [key for part in model.modules() for key in part.__dict__ if "cputrain" in key or key == "forward"]
+    assert "as stock" in str(cputrain.explain(model.bert))
+
+
 def test_copies_of_parts_are_restored_with_the_model():
     """Somebody makes a model deeper by copies of its layers, or takes its encoder into another."""
     model = cputrain.optimize(token_bert())

@@ -88,6 +88,11 @@ def undo(model: nn.Module) -> None:
         state.pop(autocast.RUNS_IN_BF16, None)
 
 
+def has_patches(model: nn.Module) -> bool:
+    """Whether a method of ours is on any part of it."""
+    return any(is_ours(value) for part in model.modules() for value in part.__dict__.values())
+
+
 @functools.cache
 def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
     """A function with the name and signature of `owner.method`; deepcopy rebinds it to the copy."""
