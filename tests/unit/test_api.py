@@ -122,13 +122,13 @@ def test_explain_names_the_optimizer_and_restore_gives_it_back():
     assert "AdamW" not in str(cputrain.explain(model))
 
 
-@pytest.mark.parametrize(("model", "said"), [
-    (small(), "none: this model takes no mask"),
-    (nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "stays inside the model"),
-    (nn.Sequential(torch.jit.script(small())), "none: this model takes no mask"),
+@pytest.mark.parametrize(("make", "said"), [
+    (small, "none: this model takes no mask"),
+    (lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), "stays inside the model"),
+    (lambda: nn.Sequential(torch.jit.script(small())), "none: this model takes no mask"),
 ])  # fmt: skip
-def test_explain_says_what_becomes_of_padding(model, said):
-    (padding,) = [why for what, _, why in cputrain.explain(cputrain.optimize(model)).facts if what == "padding"]
+def test_explain_says_what_becomes_of_padding(make, said):
+    (padding,) = [why for what, _, why in cputrain.explain(cputrain.optimize(make())).facts if what == "padding"]
     assert padding.startswith(said)
 
 
