@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from cputrain.cluster import check_job, check_pod, manifest_reader, schema, webhooks
+from cputrain.cluster import check_job, check_pod, job_containers, manifest_reader, schema, secrets_in_clear, webhooks
+from cputrain.cluster.loose_values import mapping, within
 from cputrain.cluster.manifest_reader import Document, YamlError
 
 # What the operators' custom resource definitions are called.
@@ -36,8 +37,10 @@ def findings(text: str, schemas: schema.Schemas | None = None) -> list[Finding]:
         return [Finding(error.line, "", f"this is not YAML: {error}")]
     if not documents:
         return [Finding(1, "", "the file holds no Kubernetes object")]
-    found = [finding for document in documents for finding in _of_document(document, schemas or schema.of_operators())]
-    found += _of_file(documents)
+    known = schemas or schema.of_operators()
+    values = [mapping(document.value) for document in documents]
+    found = [finding for document in documents for finding in _of_document(document, known, values)]
+    found += _of_file(documents, values)
     return sorted(set(found))
 
 
@@ -53,7 +56,7 @@ def unchecked_kinds(text: str) -> list[str]:
     return sorted({kind for kind in kinds if isinstance(kind, str)} - known - shipped)
 
 
-def _of_document(document: Document, schemas: schema.Schemas) -> Iterator[Finding]:
+def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[str, Any]]) -> Iterator[Finding]:
     value = document.value
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("apiVersion", "kind")):
         yield Finding(document.line(()), "", "this is no Kubernetes object: apiVersion and kind are missing")
@@ -63,15 +66,23 @@ def _of_document(document: Document, schemas: schema.Schemas) -> Iterator[Findin
         versions = [name for name in schemas.kinds if name.endswith(f"/{value['kind']}")]
         wanted = " or ".join(name.rpartition("/")[0] for name in versions)
         yield Finding(document.line(("apiVersion",)), "apiVersion", f"{value['kind']} is served as {wanted}")
-    for problems in (known or (), webhooks.problems(value), check_job.problems(value), check_pod.problems(value)):
+    hurting = (check_job.problems(value, others), check_pod.problems(value, others), _in_config_map(value))
+    for problems in (known or (), webhooks.problems(value), *hurting):
         for problem in problems:
             path = ".".join(map(str, problem.where))
             yield Finding(document.line(problem.where), path, problem.sentence)
 
 
-def _of_file(documents: list[Document]) -> Iterator[Finding]:
+def _in_config_map(value: dict[str, Any]) -> Iterator[schema.Problem]:
+    """A script that is put into a ConfigMap takes its tokens with it."""
+    for key, text in mapping(value.get("data")).items() if value["kind"] == "ConfigMap" else ():
+        if isinstance(text, str) and secrets_in_clear.looks_secret(text):
+            sentence = "a token stands in it in clear, for everyone who can read ConfigMaps: read it from a variable"
+            yield schema.Problem(("data", key), f"{sentence}, and set that from a Secret by secretKeyRef")
+
+
+def _of_file(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
     """What only shows when the documents of a file are seen together."""
-    values = [document.value if isinstance(document.value, dict) else {} for document in documents]
     jobs = [value for value in values if value.get("kind") in ("PyTorchJob", "TrainJob", "MPIJob")]
     for document, value in zip(documents, values, strict=True):
         if value.get("kind") == "PersistentVolumeClaim":
@@ -80,8 +91,8 @@ def _of_file(documents: list[Document]) -> Iterator[Finding]:
                     "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
                 )
                 yield Finding(document.line(("kind",)), "kind", sentence)
-            modes = check_pod.mapping(value.get("spec")).get("accessModes")
-            if modes == ["ReadWriteOnce"] and any(check_job.pods_of(job) > 1 for job in jobs):
+            several = any(job_containers.pods_of(job, values) > 1 for job in jobs)
+            if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
                 sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
                 yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence)
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from cputrain.cluster import names
-from cputrain.cluster.check_pod import items, mapping
 from cputrain.cluster.kubectl import TRAINING_KINDS, Kubectl
+from cputrain.cluster.loose_values import items, mapping
 
 _POD_LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
-from cputrain.cluster.check_pod import mapping
 from cputrain.cluster.kubectl import Kubectl, refusal
+from cputrain.cluster.loose_values import mapping
 
 _MOUNT = "/data"
 _SECONDS = 3600  # the reader ends by itself, should nobody be left to delete it

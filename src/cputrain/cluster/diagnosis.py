@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from cputrain.cluster.check_pod import items, mapping
 from cputrain.cluster.cluster_job import ClusterJob
+from cputrain.cluster.loose_values import items, mapping
 
 _PULLING = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
 

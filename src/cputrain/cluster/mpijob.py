@@ -21,7 +21,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
         "launcherCreationPolicy": Noted("WaitForWorkersReady", "mpirun doesn't wait for an sshd that isn't there yet"),
         "runPolicy": {
             "cleanPodPolicy": Noted("Running", "the workers' sshd never ends by itself"),
-            "backoffLimit": Noted(job.backoff_limit, "without it a job that fails starts again for ever"),
+            "backoffLimit": Noted(job.backoff_limit, "without it a launcher that fails starts again 6 times"),
         },
         "mpiReplicaSpecs": {"Launcher": _launcher(job), "Worker": _worker(job)},
     }

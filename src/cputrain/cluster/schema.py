@@ -20,6 +20,8 @@ _TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int,),
     "number": (int, float),
 }
+# What fields of one release are called in another.
+_RENAMED = {"podTemplateOverrides": "runtimePatches", "podSpecOverrides": "runtimePatches"}
 _CALLED = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 
 
@@ -123,6 +125,8 @@ def _wrong_value(value: Any, schema: dict[str, Any]) -> Iterator[str]:
 
 
 def _likely(key: str, known: list[str]) -> str:
+    if _RENAMED.get(key) in known:
+        return f": it is called {_RENAMED[key]} now, and looks like a runtime; write that"
     lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.75)
     return f"; did you mean {lower[near[0]]}?" if near else ""

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cputrain.cluster import cluster_job, diagnosis
-from cputrain.cluster.check_pod import items, mapping
 from cputrain.cluster.cluster_job import ClusterJob
 from cputrain.cluster.kubectl import Kubectl, Refused
+from cputrain.cluster.loose_values import items, mapping
 
 if TYPE_CHECKING:
     from rich.console import Group
