@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from cluster.api_server import served
@@ -17,7 +18,8 @@ def here(request: Any, tmp_path: Path) -> Iterator[Here]:
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "kubectl").symlink_to(request.param)
-    with served(tmp_path) as (cluster, config):
+    # --watch looks every two seconds: a test needn't wait for it.
+    with served(tmp_path) as (cluster, config), mock.patch("cputrain.cli.k8s_live._PAUSE", 0.05):
         kept = {key: value for key, value in os.environ.items() if not key.startswith("KUBE")}
         environ = {"PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(config), "HOME": str(tmp_path)}
         yield Here(cluster, tmp_path, {**kept, **environ, "COLUMNS": "200"})

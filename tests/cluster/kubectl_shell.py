@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster import command_line
 from cluster.api_server import Cluster
 from cluster.test_render import TRICKS
 
@@ -35,20 +36,17 @@ class Here:
     folder: Path
     environ: dict[str, str]
 
-    def cputrain(self, *words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
+    def cputrain(self, *words: str, given: str = "") -> subprocess.CompletedProcess[str]:
+        return command_line.cputrain("k8s", *words, environ=self.environ, folder=self.folder, given=given)
+
+    def process(self, *words: str) -> subprocess.CompletedProcess[str]:
+        """For a command that becomes kubectl."""
         command = [sys.executable, "-m", "cputrain", "k8s", *words]
         return subprocess.run(
-            command,
-            env=self.environ,
-            capture_output=True,
-            text=True,
-            check=False,
-            input=given,
-            cwd=self.folder,
-            timeout=120,
+            command, env=self.environ, capture_output=True, text=True, check=False, cwd=self.folder, timeout=120
         )
 
-    def refused(self, *words: str, given: str | None = None) -> str:
+    def refused(self, *words: str, given: str = "") -> str:
         """The one sentence, with exit code 2 and without a traceback."""
         answer = self.cputrain(*words, given=given)
         assert answer.returncode == 2, answer.stdout + answer.stderr

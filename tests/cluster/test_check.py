@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import copy
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cluster.command_line import cputrain
 from cluster.test_render import GRID
 
 from cputrain.cluster import check, manifests
@@ -22,11 +21,6 @@ GUIDE = (Path(__file__).parent / "data" / "guide_pytorchjob.yaml").read_text()
 MENDED = GUIDE.replace('\n-                value: "56"', '\n                value: "56"').replace(
     "<image name>:<tag>", "qa:1"
 )
-
-
-def cputrain(*words: str, given: str | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cputrain", "k8s", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, input=given)
 
 
 def test_the_guides_manifest_is_not_yaml() -> None:
@@ -56,9 +50,9 @@ def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_
     container = worker["template"]["spec"]["containers"][0]
     script, *arguments = container["command"][1:]
     answer = cputrain(
-        "render", "--name", "transformers-pytorchjob", "-n", "kubeflow", "--elastic", "1:4", "--max-restarts", "10",
-        "--image", "qa:1", "--cpus", "200", "--memory", "128Gi", "--processes", "2", "--threads", "56",
-        "--cores-for-communication", "1", "--pvc", "transformers-pvc", "--mount", "/tmp/pvc-mount",
+        "k8s", "render", "--name", "transformers-pytorchjob", "-n", "kubeflow", "--elastic", "1:4",
+        "--max-restarts", "10", "--image", "qa:1", "--cpus", "200", "--memory", "128Gi", "--processes", "2",
+        "--threads", "56", "--cores-for-communication", "1", "--pvc", "transformers-pvc", "--mount", "/tmp/pvc-mount",
         "--node-selector", "node-type=spr", "--preload", "libtcmalloc.so.4", "--preload", "/usr/local/lib/libiomp5.so",
         "--env", "HF_DATASETS_CACHE=/tmp/pvc-mount/hf_datasets_cache", "--", script, *arguments,
     )  # fmt: skip
@@ -246,12 +240,12 @@ def test_exit_codes(tmp_path: Path) -> None:
     good, bad = tmp_path / "good.yaml", tmp_path / "bad.yaml"
     good.write_text(json.dumps(GOOD))
     bad.write_text(MENDED)
-    assert cputrain("check", str(good)).returncode == 0
-    answer = cputrain("check", str(good), str(bad))
+    assert cputrain("k8s", "check", str(good)).returncode == 0
+    answer = cputrain("k8s", "check", str(good), str(bad))
     assert answer.returncode == 1
     assert answer.stdout.startswith(f"{bad}:6: ")
-    assert cputrain("check", "-", given=MENDED).returncode == 1
-    missing = cputrain("check", str(tmp_path / "none.yaml"))
+    assert cputrain("k8s", "check", "-", given=MENDED).returncode == 1
+    missing = cputrain("k8s", "check", str(tmp_path / "none.yaml"))
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     bad.write_bytes(b"\xff\xfe")
-    assert cputrain("check", str(bad)).returncode == 2
+    assert cputrain("k8s", "check", str(bad)).returncode == 2

@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif("CPUTRAIN_BUILD_IMAGE" not in os.environ, reason="takes minutes: set CPUTRAIN_BUILD_IMAGE=1"),
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="wheels are for this Python, the base has 3.11"),
     pytest.mark.skipif(os.geteuid() != 0, reason="debootstrap needs root"),
-    pytest.mark.timeout(3600),
+    pytest.mark.timeout(7200),
 ]
 BASE = "localhost/debian-python:3.11"
 TRAIN = """

@@ -219,11 +219,40 @@ def test_watch_survives_a_dropped_connection_and_ends_with_the_job(here: Here) -
 
 
 def test_logs_of_a_rank(here: Here) -> None:
-    add_job(here.cluster, pod(10), pod(2), pod(0))
-    here.cluster.logs = {"qa-worker-0": "zero\n", "qa-worker-2": "two\n", "qa-worker-10": "ten\n"}
-    assert here.cputrain("logs", "qa").stdout == "zero\n"
-    assert here.cputrain("logs", "qa", "--rank", "2", "-f").stdout == "ten\n"
+    """torch numbers machines by their addresses, as text."""
+    pods = [pod(number, podIP=f"10.0.0.{9 + number}") for number in (0, 1, 10)]
+    add_job(here.cluster, *pods)
+    here.cluster.logs = {"qa-worker-0": "nine\n", "qa-worker-1": "ten\n", "qa-worker-10": "nineteen\n"}
+    assert here.process("logs", "qa").stdout == "ten\n"
+    assert here.process("logs", "qa", "--rank", "2", "-f").stdout == "nine\n"
     assert "the ranks end at 2" in here.refused("logs", "qa", "--rank", "3")
+    here.cluster.objects.clear()
+    add_job(here.cluster)
+    assert "there are no pods yet" in here.refused("logs", "qa")
+
+
+def test_logs_of_one_rank_of_several_in_a_pod(here: Here) -> None:
+    job = plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=11, processes=2))[1])
+    here.cluster.put("trainjobs", job)
+    for number in (10, 2, 0):
+        labels = {"jobset.sigs.k8s.io/jobset-name": "qa"}
+        here.cluster.put("pods", {**pod(0), "metadata": {"name": f"qa-node-0-{number}-x", "labels": labels}})
+    here.cluster.logs = {"qa-node-0-10-x": "[4] four\nall\n[5] five\n[4] again\n"}
+    assert here.cputrain("logs", "qa", "--rank", "5").stdout == "all\n[5] five\n"
+    assert here.cputrain("logs", "qa", "--rank", "4", "-f").stdout == "[4] four\nall\n[4] again\n"
+    here.cluster.fault = lambda method, path: (403, "Forbidden", "not yours") if path.endswith("/log") else None
+    assert here.cputrain("logs", "qa", "--rank", "4").returncode != 0
+
+
+def test_logs_of_an_mpijobs_rank(here: Here) -> None:
+    here.cluster.put("mpijobs", plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="mpijob", workers=2))[0]))
+    for name, made in (("qa-worker-0", "1"), ("qa-launcher-zz", "1"), ("qa-launcher-aa", "2")):
+        labels = {"training.kubeflow.org/job-name": "qa"}
+        metadata = {"name": name, "labels": labels, "creationTimestamp": f"2026-11-16T08:0{made}:00Z"}
+        here.cluster.put("pods", {**pod(0), "metadata": metadata})
+    here.cluster.logs = {"qa-launcher-aa": "[0] zero\n[1] one\n", "qa-launcher-zz": "failed\n"}
+    assert here.cputrain("logs", "qa", "--rank", "1").stdout == "[1] one\n"
+    assert "the ranks end at 1" in here.refused("logs", "qa", "--rank", "2")
 
 
 @pytest.mark.parametrize("with_data", [False, True])

@@ -96,24 +96,19 @@ def status(
 def logs(
     name: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
-    rank: Annotated[int, typer.Option("--rank", help="The rank; its pod's log is shown.")] = 0,
+    rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank wrote; else rank 0's pod.")] = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
-    """Show what a rank's pod wrote. All ranks of an mpijob write through its launcher."""
-    from cputrain.cluster import cluster_job
+    """Show what a rank or its pod wrote. All ranks of an mpijob write through its launcher."""
+    from cputrain.cluster import cluster_job, rank_log
 
     kubectl = _kubectl(context, namespace)
     job = cluster_job.find(kubectl, name)
-    pods = [pod["metadata"]["name"] for pod in cluster_job.pods(kubectl, job)]
-    if job.kind == "MPIJob":
-        pods, number = [pod for pod in pods if "-launcher" in pod][-1:], 0
-    else:
-        number = rank // job.processes
-    if not 0 <= number < len(pods):
-        why = f"the ranks end at {len(pods) * job.processes - 1}" if pods else "there are no pods yet"
-        raise ValueError(f"rank {rank} has no pod: {why}.")
-    command = kubectl.command("logs", pods[number], *(["--follow"] if follow else []))
+    pod = rank_log.pod_of(job, cluster_job.pods(kubectl, job), rank or 0)
+    command = kubectl.command("logs", pod, *(["--follow"] if follow else []))
+    if rank is not None and rank_log.holds_several(job):
+        raise typer.Exit(rank_log.show(command, rank, lambda line: print(line, end="", flush=True)))
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -71,10 +71,11 @@ def _threads(container: Container) -> Iterator[Problem]:
         if name == "OMP_NUM_THREADS" and re.fullmatch(r"\d{1,6}", value, re.ASCII) and limit is not None:
             needed = int(value) * processes
             if needed > limit:
+                ranks = f"{processes} processes of" if processes > 1 else "1 process of"
                 yield Problem(
                     place,
-                    f"{processes} {'process' if processes == 1 else 'processes'} of {value} threads need {needed} CPUs, and the pod is limited to "
-                    f"{float(limit):g}: threads wait for each other; lower OMP_NUM_THREADS",
+                    f"{ranks} {value} threads need {needed} CPUs, and the pod is limited to {float(limit):g}: threads "
+                    "wait for each other; lower OMP_NUM_THREADS",
                 )
 
 

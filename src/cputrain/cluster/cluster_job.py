@@ -8,7 +8,7 @@ from typing import Any
 
 from cputrain.cluster import names
 from cputrain.cluster.kubectl import TRAINING_KINDS, Kubectl
-from cputrain.cluster.loose_values import items, mapping
+from cputrain.cluster.loose_values import items, mapping, within
 
 _POD_LABELS = {
     "PyTorchJob": "training.kubeflow.org/job-name",
@@ -62,9 +62,16 @@ class ClusterJob:
         return next((count for count in counts if isinstance(count, int)), 1)
 
     @property
+    def workers(self) -> int:
+        """How many pods an MPIJob's ranks run in."""
+        count = within(self.value, "spec", "mpiReplicaSpecs", "Worker", "replicas")
+        return count if isinstance(count, int) else 1
+
+    @property
     def processes(self) -> int:
+        """Ranks of each pod."""
         spec = mapping(self.value.get("spec"))
-        count = spec.get("nprocPerNode") or mapping(spec.get("trainer")).get("numProcPerNode") or 1
+        count = spec.get("nprocPerNode") or within(spec, "trainer", "numProcPerNode") or spec.get("slotsPerWorker") or 1
         return int(count) if str(count).isdecimal() else 1
 
 

@@ -119,7 +119,7 @@ def _check_kind(job: Job) -> None:
     if job.kind not in KINDS:
         raise ValueError(f"the kind must be {', '.join(KINDS)} or auto, found {job.kind!r}.")
     if job.elastic and job.kind != "pytorchjob":
-        raise ValueError(f"a {job.kind} can't change its size: --elastic needs --kind pytorchjob.")
+        raise ValueError(f"{job.kind}s can't change their size: --elastic needs --kind pytorchjob.")
     if job.mpi not in MPI:
         raise ValueError(f"the MPI must be one of {', '.join(MPI)}, found {job.mpi!r}.")
     if job.pull_policy not in PULL_POLICIES:
