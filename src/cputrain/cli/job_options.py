@@ -66,8 +66,8 @@ class JobOptions:
         ),
     ] = None
     max_restarts: Annotated[
-        int, option("How often workers may start anew together.", "--max-restarts", panel=_SIZE)
-    ] = 3
+        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts", panel=_SIZE)
+    ] = None
     backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit", panel=_SIZE)] = 3
     mpi: Annotated[str, option("openmpi, intel or mpich, of an mpijob.", "--mpi", panel=_SIZE)] = "openmpi"
     pvc: Annotated[
@@ -115,16 +115,19 @@ class JobOptions:
         if not self.image:
             raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
         bounds = options.least_and_most(self.elastic) if self.elastic else None
-        said = _configured(self.config)
+        said = _configured(self.config, self.workers is not None or bounds is not None)
         same = {name: value for name, value in vars(self).items() if name in Job.__dataclass_fields__}
+        # Options win over the file, and what neither says is the job's default.
+        same |= {name: said.get(name) for name, value in same.items() if value is None}
+        same["max_restarts"] = Job.max_restarts if same["max_restarts"] is None else same["max_restarts"]
+        variables = dict(said.get("environment", ())) | dict(options.assignments(self.env or (), "--env"))
         made = {
             "name": options.name_of(script) if self.name is None else self.name,
             "kind": self._chosen_kind(bounds is not None),
             "workers": self.workers if self.workers is not None else bounds[1] if bounds else said.get("workers", 1),
             "elastic": bounds,
-            "processes": self.processes if self.processes is not None else said.get("processes"),
             "volume": self._volume(),
-            "environment": options.assignments(self.env or (), "--env"),
+            "environment": tuple(variables.items()),
             "secrets": options.secrets(self.secret_env or ()),
             "preload": tuple(self.preload or ()),
             "launch_options": said.get("launch_options", ()),
@@ -157,19 +160,31 @@ class JobOptions:
         return Volume(self.pvc, self.mount, self.create_pvc, self.storage_class)
 
 
-def _configured(path: Path | None) -> dict[str, Any]:
+def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
+    from cputrain.cluster import options
     from cputrain.launch import config_file
+    from cputrain.launch.config import Config
 
     if path is None:
         return {}
     config = config_file.read(path)
+    if config.hostfile and not size_is_given:
+        raise ValueError(f"{path} names the hostfile {config.hostfile}, and a cluster has none: give --workers.")
     found: dict[str, Any] = {
         "workers": config.num_machines,
-        "processes": config.num_processes // config.num_machines,
+        "processes": config.ppn or config.num_processes // config.num_machines,
+        "communication": config.cores_for_communication or None,
+        "environment": options.assignments(config.env, f"env in {path}"),
     }
+    if config_file.says(str(path), "max_restarts"):
+        found["max_restarts"] = config.max_restarts
     words = ["--mixed_precision", config.mixed_precision] if config.mixed_precision != "no" else []
-    return {**found, "launch_options": (*words, *(() if config.ipex else ("--no-ipex",)))}
+    words += [] if config.ipex else ["--no-ipex"]
+    for name in ("allocator", "log_dir", "grad_compression", "balance"):
+        value = getattr(config, name)
+        words += [f"--{name}", value] if value != getattr(Config, name) else []
+    return {**found, "launch_options": tuple(words)}
 
 
 def _script_text(script: str) -> str:
