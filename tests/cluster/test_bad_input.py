@@ -194,6 +194,11 @@ def test_slurm(seed: int) -> None:
             assert_sentence(error)
 
 
+def test_a_library_of_one_release() -> None:
+    with pytest.raises(ValueError, match=r"images don't have: give --preload libtcmalloc\.so\.4\.$"):
+        Job("qa", "x:1", "a.py", preload=("/usr/lib/libtcmalloc.so.4.5.9",))
+
+
 @pytest.mark.parametrize("text", ["", "4", "a:b", "4:1", "1:4:8", "-1:4", "1:٤"])
 def test_elastic(text: str) -> None:
     with pytest.raises(ValueError, match=r"must be LEAST:MOST"):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cputrain.cluster import check, manifests
+from cputrain.cluster import check, check_job, check_pod, manifests, webhooks
 from cputrain.cluster.job import KINDS, Job
 from cputrain.cluster.manifest_text import plain, to_text
 
@@ -233,6 +233,12 @@ def test_a_runtimes_restarts_and_names() -> None:
             lambda spec: spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"].update(restartPolicy="Always"),
             "overwritten by that of the replica (OnFailure)",
         ),
+        (
+            lambda spec: spec["mpiReplicaSpecs"]["Worker"]["template"]["spec"]["containers"][0].update(
+                env=[{"name": "OMP_NUM_THREADS", "value": "4"}]
+            ),
+            "OMP_NUM_THREADS doesn't reach the ranks",
+        ),
         (lambda spec: spec.update(slotsPerWorker=8), "8 processes of 4 threads need 32 CPUs"),
     ],
 )
@@ -262,3 +268,28 @@ def test_a_script_in_a_configmap_with_a_token() -> None:
     [(line, said)] = found(documents)
     assert line.startswith("run.py:")
     assert "read it from a variable" in said
+
+
+def parts(value: Any) -> list[tuple[Any, Any]]:
+    """(mapping or list, key) of everything within."""
+    keys = list(value) if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else []
+    return [pair for key in keys for pair in [(value, key), *parts(value[key])]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_of_another_type_stops_it(kind: str) -> None:
+    """Each part of a job in turn is something else than it should be: that is the schema's to say."""
+    patched = {"spec": {"nodeSelector": {}, "containers": [{"name": "node", "env": [{"name": "A", "value": "b"}]}]}}
+    whole = copy.deepcopy(JOBS[kind])
+    if kind == "trainjob":
+        whole[1]["spec"] |= {"runtimePatches": [patch(patched["spec"])], "podTemplateOverrides": [patched]}
+    for number in range(len(parts(whole))):
+        for other in (None, 5, True, "x", [], {}, [[]], [{}], {"name": []}, [{"name": {}, "value": []}]):
+            documents = copy.deepcopy(whole)
+            holder, key = parts(documents)[number]
+            holder[key] = other
+            values = [value for value in documents if isinstance(value, dict)]
+            for value in (value for value in values if isinstance(value.get("kind"), str)):
+                for rules in (check_job.problems, check_pod.problems):
+                    assert all(problem.sentence for problem in rules(value, values))
+                assert all(problem.sentence for problem in webhooks.problems(value))

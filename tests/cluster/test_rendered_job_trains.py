@@ -165,7 +165,7 @@ def test_a_pytorchjob_of_fixed_size(tmp_path: Path) -> None:
 
 
 def test_an_elastic_pytorchjob_loses_a_worker_and_gets_it_back(tmp_path: Path) -> None:
-    worker, environment = pytorchjob_pods(tmp_path, job_of("pytorchjob", elastic=(1, 2), rendezvous="1f", steps=200))
+    worker, environment = pytorchjob_pods(tmp_path, job_of("pytorchjob", elastic=(1, 2), rendezvous="1f", steps=120))
     container = worker["template"]["spec"]["containers"][0]
     with Pods(tmp_path) as pods:
         first, second = (pods.add(NAMES, name, worker["template"], container, {}) for name in NAMES)
@@ -180,7 +180,7 @@ def test_an_elastic_pytorchjob_loses_a_worker_and_gets_it_back(tmp_path: Path) -
         codes = wait(started)
         assert_trained(tmp_path, pods, list(NAMES))
         assert codes == [0, 0]
-        assert 20 <= lost_at < 200
+        assert 20 <= lost_at < 120
         assert all(result["resumed"] >= 20 for result in results(tmp_path, pods))
 
 

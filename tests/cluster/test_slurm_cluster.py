@@ -133,7 +133,7 @@ def test_two_nodes_train_one_model(running: tuple[Cluster, Path, dict[str, str]]
 def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(running: tuple[Cluster, Path, dict[str, str]]) -> None:
     """Slurm's signal before time is up, sent at once: the script queues its own job again."""
     cluster, folder, environ = running
-    number = submitted(cluster, folder, environ, job_of(folder, "again", 200, resume=("--resume it's",)))
+    number = submitted(cluster, folder, environ, job_of(folder, "again", 120, resume=("--resume it's",)))
     checkpoint, limit = folder / "again" / "step", time.monotonic() + 120
     while not checkpoint.exists() or int(checkpoint.read_text() or 0) < 20:
         assert time.monotonic() < limit, (folder / f"again-{number}.log").read_text()
@@ -146,8 +146,8 @@ def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(running: tuple[C
     assert log.count("time is up: queued again") == 1
     found = assert_one_model(log)
     # The first run has no fourth argument: its results would have failed.
-    assert all(one["trick"] == "--resume it's" and 20 <= one["resumed"] < 200 for one in found)
-    assert checkpoint.read_text() == "200"
+    assert all(one["trick"] == "--resume it's" and 20 <= one["resumed"] < 120 for one in found)
+    assert checkpoint.read_text() == "120"
 
 
 def test_what_slurm_refuses_is_a_sentence(running: tuple[Cluster, Path, dict[str, str]]) -> None:

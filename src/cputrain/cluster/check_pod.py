@@ -12,6 +12,9 @@ from cputrain.cluster.job_containers import Container, Pod
 from cputrain.cluster.loose_values import items, mapping
 from cputrain.cluster.schema import Problem, Where
 
+# Variables that are meant for a training, whoever sets them.
+_FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")
+
 
 def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Problem]:
     """`others`: the manifests beside it, of which one may be a TrainJob's runtime."""
@@ -88,14 +91,18 @@ def _variables(container: Container) -> Iterator[Problem]:
                 place, f"{name} stands here in clear, for everyone who can read jobs: use a Secret and secretKeyRef"
             )
         if name == "LD_PRELOAD":
-            yield from (Problem(place, sentence) for sentence in _preloads(value))
-
-
-def _preloads(value: str) -> Iterator[str]:
-    for library in re.split(r"[:\s]+", value):
-        found = re.fullmatch(r"(?:.*/)?(.+\.so\.\d+)\.[\d.]+", library)
-        if found:
-            yield f"{library} is one release's file name, which images don't have, and it is skipped: write {found[1]}"
+            for library in re.split(r"[:\s]+", value):
+                found = names.without_release(library)
+                said = (
+                    f"{library} is one release's file name, which images don't have, and it is skipped: write {found}"
+                )
+                yield from [Problem(place, said)] if found else []
+        if container.where[1:3] == ("mpiReplicaSpecs", "Worker") and _FOR_RANKS.match(name):
+            yield Problem(
+                place,
+                f"{name} doesn't reach the ranks, which sshd starts without the Worker's variables: set it on the "
+                f"Launcher, and forward it (mpirun -x {name})",
+            )
 
 
 def _image(container: Container) -> Iterator[Problem]:
@@ -114,7 +121,7 @@ def _shared_memory(pod: Pod) -> Iterator[Problem]:
     """/dev/shm of the container that trains: a side car needs none, and a patch may leave it to its runtime."""
     if not pod.trains:
         return
-    known = {mapping(volume).get("name"): row for row, volume in enumerate(items(pod.spec.get("volumes")))}
+    known = {str(mapping(volume).get("name")): row for row, volume in enumerate(items(pod.spec.get("volumes")))}
     found = False
     for _, container in job_containers.named(pod.spec):
         for mount in map(mapping, items(container.get("volumeMounts"))):

@@ -205,6 +205,10 @@ def _check_environment(job: Job) -> None:
         names.text(library, "a library to preload")
         if not library or any(letter in library for letter in ": \t\n"):
             raise ValueError(f"a library to preload must be one name or path without blanks or colons: {library!r}.")
+        if general := names.without_release(library):
+            raise ValueError(
+                f"{library!r} is one release's file name, which images don't have: give --preload {general}."
+            )
     if not job.log_level.isascii() or not job.log_level.isalpha():
         raise ValueError(f"the log level must be a word such as INFO, found {job.log_level!r}.")
 

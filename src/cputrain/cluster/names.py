@@ -98,3 +98,9 @@ def text(value: str, what: str) -> str:
     except UnicodeEncodeError:
         raise ValueError(f"{what} is not UTF-8 text: {value!r}.") from None
     return value
+
+
+def without_release(library: str) -> str | None:
+    """`libx.so.4` for `/lib/libx.so.4.5.9`: a name that more than one release's image has; None if it is one."""
+    found = re.fullmatch(r"(?:.*/)?(.+\.so\.\d+)\.[\d.]+", library)
+    return found[1] if found else None
