@@ -1,6 +1,6 @@
 """The image for real: built by `cputrain image --build` with Debian's buildah on a debootstrap base, and used.
 
-Five minutes or more, most of them for unpacking torch, so it runs only when asked for:
+Minutes on a calm machine and an hour on a busy one, most of it for unpacking torch, so it runs only when asked for:
 `apt-get install buildah debootstrap; CPUTRAIN_BUILD_IMAGE=1 python -m pytest tests/cluster/test_image_build.py`
 """
 
