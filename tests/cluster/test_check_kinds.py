@@ -255,6 +255,15 @@ def test_a_process_count_that_torchrun_is_given() -> None:
     assert "3 processes of 4 threads need 12 CPUs" in said
 
 
+def test_a_masters_pods_are_told_their_ranks() -> None:
+    """As the operator's own examples do it: the Master is a finding, that python starts the script isn't."""
+    documents = changed("pytorchjob", with_words("python3", "run.py"))
+    assert "trains alone" in str(found(documents))
+    replicas = documents[0]["spec"]["pytorchReplicaSpecs"]
+    replicas["Master"] = {**copy.deepcopy(replicas["Worker"]), "replicas": 1}
+    assert [said[:8] for _, said in found(documents)] == ["a Master"]
+
+
 def test_accelerate_trains_alone_in_every_pod() -> None:
     said = found(changed("pytorchjob", with_words("accelerate", "launch", "run.py")))
     assert "reads nothing of what the operator says" in str(said)

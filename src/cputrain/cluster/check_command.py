@@ -102,7 +102,7 @@ def _alone(container: Container, command: list[Word]) -> Iterator[Problem]:
     lonely = next((word for word in command if word.name.startswith("python")), None)
     if command and not started and command[0].name not in _SHELLS:
         lonely = command[0] if container.value.get("command") else None
-    if lonely and not started:
+    if lonely and not started and not container.ranks.rank_is_told:
         yield Problem(
             _place(container, lonely),
             f"{lonely.name} starts one process that trains alone in every pod: start it with cputrain launch",

@@ -25,6 +25,8 @@ class Ranks:
     resources: dict[str, Any]
     nodes_are_chosen: bool
     command: Sequence[str] = ()
+    # With a Master the operator tells each pod its RANK, and a script of one process needs nobody to start it.
+    rank_is_told: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,7 +153,8 @@ def _of_replicas(manifest: Manifest, key: str) -> Iterator[Container]:
             limits = mapping(container.get("resources"))
             if name == "Launcher":
                 limits = next((mapping(other.get("resources")) for _, other in named(worker)), {})
-            ranks = Ranks(processes, pods_of(manifest), limits, chooses_nodes(ranks_pod), words(container))
+            told = "Master" in mapping(spec.get(key))
+            ranks = Ranks(processes, pods_of(manifest), limits, chooses_nodes(ranks_pod), words(container), told)
             yield Container((*here, "containers", number), container, ranks, _is_main(pod, number))
         yield from _beside(pod, here)
 
