@@ -38,13 +38,15 @@ def open_mpi(ranks: int) -> list[str]:
     return [shutil.which("mpirun.openmpi") or "", "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)]
 
 
-def run(command: list[str], function: str, *arguments: Any, **environment: str) -> subprocess.CompletedProcess[str]:
+def run(
+    command: list[str], function: str, *arguments: Any, seconds: float = 300, **environment: str
+) -> subprocess.CompletedProcess[str]:
     """ "module:function" with (rank, size, *arguments), on every rank of an mpirun."""
     program = ["-m", "tests.distributed.mpi_ranks", function, json.dumps(arguments)]
     environ = {**os.environ, "I_MPI_PIN": "0", "OMPI_MCA_hwloc_base_binding_policy": "none", **environment}
     environ["PATH"] = f"{BESIDE / 'bin'}:{environ['PATH']}"
     return subprocess.run(
-        [*command, sys.executable, *program], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300
+        [*command, sys.executable, *program], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=seconds
     )
 
 

@@ -1,6 +1,7 @@
 """Many calls in a row of every operation, from Python, functional and inside DDP's backward. Runs on any torch.
 
 python -m tests.distributed.soak --calls 20000 --ranks 2 --starts 5
+python -m tests.distributed.soak --calls 1000 --starts 2 --transport mpi --mpirun intel
 
 A hang ends as an error after the timeout; an abort at exit is the exit code of a rank. Either ends this with code 1.
 """
@@ -8,6 +9,7 @@ A hang ends as an error after the timeout; an abort at exit is the exit code of 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 import time
 import warnings
@@ -19,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from torch import nn
 
+from tests.distributed import mpi_ranks
 from tests.distributed.ranks import spawn, start
 
 Call = Callable[[], object]
@@ -37,7 +40,8 @@ def rounds(rank: int, size: int, folder: str, calls: int) -> None:
         model(torch.ones(2, 64)).sum().backward()
         made += 1
     if rank == 0:
-        print(f"{calls} calls of each operation, {made} in all, in {time.monotonic() - began:.0f} s", flush=True)
+        name, seconds = dist.group.WORLD.transport.name, time.monotonic() - began
+        print(f"{calls} calls of each operation by {name}, {made} in all, in {seconds:.0f} s", flush=True)
     dist.destroy_process_group()
 
 
@@ -98,12 +102,27 @@ def _functional(rank: int, size: int, length: int) -> Iterator[Call]:
     yield lambda: functional.all_to_all_single(many, None, None, group).sum().item()
 
 
+def start_once(ranks: int, calls: int, transport: str, mpirun: str | None, folder: str) -> None:
+    os.environ["CPUTRAIN_CCL_TRANSPORT"] = transport
+    if mpirun is None:
+        spawn(rounds, ranks, ranks, folder, calls)
+        return
+    command = getattr(mpi_ranks, mpirun)(ranks)
+    answer = mpi_ranks.run(command, "tests.distributed.soak:rounds", folder, calls, seconds=3600)
+    print(answer.stdout, end="", flush=True)
+    if answer.returncode:
+        raise SystemExit(answer.stderr)
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=20_000, help="of each operation")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--starts", type=int, default=5, help="how often processes are started anew, and end")
+    parser.add_argument("--transport", default="auto", help="auto, gloo, mpi or oneccl")
+    parser.add_argument("--mpirun", choices=("intel", "mpich", "open_mpi"), help="who starts the ranks, for mpi")
     arguments = parser.parse_args()
     for _ in range(arguments.starts):
         with tempfile.TemporaryDirectory() as folder:
-            spawn(rounds, arguments.ranks, arguments.ranks, folder, -(-arguments.calls // arguments.starts))
+            calls = -(-arguments.calls // arguments.starts)
+            start_once(arguments.ranks, calls, arguments.transport, arguments.mpirun, folder)

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.distributed import mpi_ranks
+from tests.distributed import mpi_ranks, scenarios
 from tests.distributed.mpi_ranks import MpiOutcome
 from tests.distributed.ranks import cases_of, spawn, start
-from tests.distributed.test_failures import HOST, read
+from tests.distributed.scenarios import HOST, Said
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="needs mpi4py"),
@@ -47,41 +47,42 @@ def test_the_transport_is_mpi(outcome: tuple[str, MpiOutcome]) -> None:
 # --- Failures ----------------------------------------------------------------------------------------------------
 
 
-def said(folder: Path, name: str, command: list[str], seconds: float = 60) -> tuple[dict[int, tuple[float, str]], int]:
-    """What each of two ranks raised and after how many seconds, and how mpirun ended."""
-    answer = mpi_ranks.run(command, "tests.distributed.test_failures:_scenario", str(folder), name, seconds, {}, **MPI)
-    return read(folder, 2), answer.returncode
+def said(folder: Path, names: list[str], command: list[str], seconds: float = 60) -> tuple[dict[str, Said], int]:
+    """What each of two ranks raised in each scenario, and how mpirun ended."""
+    scenarios.prepare(folder, names)
+    go = "tests.distributed.scenarios:go_through"
+    answer = mpi_ranks.run(command, go, str(folder), names, seconds, {}, **MPI)
+    return scenarios.read(folder, names, 2), answer.returncode
 
 
 def test_a_killed_rank_is_named(tmp_path) -> None:
     """If mpirun leaves the others alone; by itself it ends them."""
     command = mpi_ranks.mpich(2)
-    found, _ = said(tmp_path, "a_rank_is_killed", [command[0], "-disable-auto-cleanup", *command[1:]])
-    after, text = found[0]
-    assert set(found) == {0} and after < 5
+    found, _ = said(tmp_path, ["a_rank_is_killed"], [command[0], "-disable-auto-cleanup", *command[1:]])
+    after, text = found["a_rank_is_killed"][0]
+    assert set(found["a_rank_is_killed"]) == {0} and after < 5
     assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "this rank is in all_reduce" in text, text
 
 
 def test_a_rank_that_ends_early_ends_all(tmp_path) -> None:
-    found, code = said(tmp_path, "a_rank_raises", mpi_ranks.intel(2))
-    assert found[1][0] < 20 and "rank 0" in found[1][1] and "has ended the group" in found[1][1]
+    found, code = said(tmp_path, ["a_rank_raises"], mpi_ranks.intel(2))
+    after, text = found["a_rank_raises"][1]
+    assert after < 20 and "rank 0" in text and "has ended the group" in text
     assert code != 0
 
 
 def test_a_late_rank_is_not_waited_for_longer_than_the_timeout(tmp_path) -> None:
-    found, _ = said(tmp_path, "a_rank_is_late_here", mpi_ranks.intel(2), seconds=2)
-    assert found[0][1].startswith("PeerLate") and "waited 2 s (ddp_timeout)" in found[0][1] and found[0][0] < 5
+    after, text = said(tmp_path, ["a_rank_is_late"], mpi_ranks.intel(2), seconds=2)[0]["a_rank_is_late"][0]
+    assert text.startswith("PeerLate") and "waited 2 s (ddp_timeout)" in text and after < 5
 
 
-@pytest.mark.parametrize("name", ["collectives_differ", "parts_differ"])
-def test_mismatched_collectives_are_reported(name: str, tmp_path) -> None:
-    found, _ = said(tmp_path, name, mpi_ranks.mpich(2))
-    assert "CollectivesDiffer: the ranks called different collectives" in "".join(text for _, text in found.values())
-
-
-def test_waiting_burns_no_core(tmp_path) -> None:
-    found, _ = said(tmp_path, "waits_ten_seconds", mpi_ranks.intel(2))
-    assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 9
+def test_waiting_burns_no_core_and_mismatched_collectives_are_reported(tmp_path) -> None:
+    found, _ = said(tmp_path, ["waits_ten_seconds", "parts_differ", "collectives_differ"], mpi_ranks.mpich(2))
+    waited = found["waits_ten_seconds"]
+    assert [text for _, text in waited.values()] == ["done", "done"] and waited[0][0] > 9
+    for name in ("parts_differ", "collectives_differ"):
+        texts = "".join(text for _, text in found[name].values())
+        assert "CollectivesDiffer: the ranks called different collectives" in texts
 
 
 # --- What can't be had -------------------------------------------------------------------------------------------

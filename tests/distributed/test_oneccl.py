@@ -10,7 +10,7 @@ from cputrain.distributed.engines import oneccl_library
 from tests.distributed import mpi_ranks
 from tests.distributed.mpi_ranks import BESIDE, MpiOutcome
 from tests.distributed.ranks import Outcome, cases_of, spawn, start
-from tests.distributed.test_failures import HOST, said
+from tests.distributed.scenarios import HOST, said
 
 needs_oneccl = pytest.mark.skipif(
     not (BESIDE / "lib/ccl/cpu/lib/libccl.so.1").exists(), reason='needs pip install "cputrain[oneccl]"'
@@ -43,22 +43,16 @@ def test_the_transport_is_oneccl(outcome: tuple[str, Outcome]) -> None:
 
 
 @needs_oneccl
-def test_a_killed_rank_is_named(tmp_path) -> None:
-    after, text = said(tmp_path, "a_rank_is_killed", 2, **ONECCL)[0]
+def test_waits_differences_and_deaths(tmp_path) -> None:
+    """The same processes: a group that failed doesn't hinder the next."""
+    found = said(tmp_path, ["waits_ten_seconds", "parts_differ", "a_rank_is_killed"], 2, **ONECCL)
+    waited = found["waits_ten_seconds"]
+    assert [text for _, text in waited.values()] == ["done", "done"] and waited[0][0] > 9, "and burns no core"
+    for after, text in found["parts_differ"].values():
+        assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
+    after, text = found["a_rank_is_killed"][0]
     assert after < 5
     assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "this rank is in all_reduce" in text, text
-
-
-@needs_oneccl
-def test_parts_that_differ_are_reported(tmp_path) -> None:
-    for after, text in said(tmp_path, "parts_differ", 2, **ONECCL).values():
-        assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
-
-
-@needs_oneccl
-def test_waiting_burns_no_core(tmp_path) -> None:
-    found = said(tmp_path, "waits_ten_seconds", 2, **ONECCL)
-    assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 9
 
 
 # --- Settings, and what can't be had -----------------------------------------------------------------------------
