@@ -45,7 +45,7 @@ if os.environ["RANK"] == "1":
     sys.stderr.write("rank 1's last words\\n")
     os.kill(os.getpid(), 9) if sys.argv[1] == "kill" else sys.exit(int(sys.argv[1]))
 subprocess.Popen(["sleep", "4321"], start_new_session=True)
-time.sleep(60)
+time.sleep(300)  # longer than `launch` below waits
 """
 WAIT = """
 import os, subprocess, time
