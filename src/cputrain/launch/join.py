@@ -19,7 +19,8 @@ LABEL = "CPUTRAIN_LABEL_OUTPUT"
 COMMUNICATION = "CPUTRAIN_CORES_FOR_COMMUNICATION"
 # Where the communication threads of the `ccl` backend may run.
 COMMUNICATION_CPUS = "CPUTRAIN_COMMUNICATION_CPUS"
-_MET = "CPUTRAIN_RANKS_HAVE_MET"
+# What ranks that were started by hand tell what they start: the roll call is over.
+MET = "CPUTRAIN_RANKS_HAVE_MET"
 _LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
 
 
@@ -84,7 +85,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.E
     meeting, exchange = rendezvous.meet(place, environ)
     if _nobody_watches(place, environ):
         roll_call.hold(f"{meeting.address}:{meeting.port}", place.rank, place.size, environ, roll_call.RANKS)
-        environ[_MET] = "1"  # what the script starts is no rank
+        environ[MET] = "1"
     environ.update(
         RANK=str(place.rank),
         WORLD_SIZE=str(place.size),
@@ -111,7 +112,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.E
 def _nobody_watches(place: ranks.Place, environ: Mapping[str, str]) -> bool:
     """Ranks that were numbered by hand: no launcher would end them if one is missing, and torch waits half an hour."""
     numbered = place.by == "environment" and place.size > 1
-    return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, _MET))
+    return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, MET))
 
 
 def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[topology.Share, tuple[str, ...]]:
