@@ -11,6 +11,8 @@ import time
 from collections.abc import MutableMapping
 
 _MARK = "CPUTRAIN_STARTED_BY"
+# A child that is still on its way from fork to exec has no mark, and may be told to end for so long.
+_LATE_SECONDS = 1.0
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
 
 
@@ -42,13 +44,16 @@ def guard(environ: MutableMapping[str, str]) -> None:
         _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGUSR1)
         if os.getppid() == guarded:
             signal.sigwait({signal.SIGUSR1})
-        for number, pause in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 0.0)):
-            # The guard itself was started without the mark.
-            if not (found := marked(_MARK, mark)):
-                break
-            for pid in found:
-                send(pid, number)
-            time.sleep(pause)
+        asked: set[int] = set()
+        limit = time.monotonic() + _LATE_SECONDS
+        while time.monotonic() < limit:
+            new = set(marked(_MARK, mark)) - asked  # the guard itself was started without the mark
+            for pid in new:
+                send(pid, signal.SIGTERM)
+            asked |= new
+            time.sleep(_LATE_SECONDS / 4)
+        for pid in marked(_MARK, mark):
+            send(pid, signal.SIGKILL)
         os._exit(0)
 
 
