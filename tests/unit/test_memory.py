@@ -38,6 +38,7 @@ def resident() -> int:
 def test_a_freed_buffer_is_used_again(kept):
     assert kept.active
     faults_of_a_large_buffer(64 * MB)  # larger, because an aligned block needs a little more than its size
+    faults_of_a_large_buffer()  # earlier tests may have left a hole that fits better, and was given back
     assert faults_of_a_large_buffer() < 200
     assert memory.keep_freed_memory() == kept
 
