@@ -36,9 +36,9 @@ void reduce_shown(const Member& m, const char* mine, int64_t size, const Reducti
     end = least(end, size);
     bool zeros = true;
     for (int64_t r = 0; r < m.ranks(); r++) {
-      const bool out_of_slot = r != m.rank() && !is_left_out(m.slot(r), begin / kPage);
-      sources[r] = r == m.rank() ? mine + begin : out_of_slot ? m.slot(r) + begin : kZeros;
-      zeros &= !out_of_slot;
+      const bool others = r != m.rank(), left_out = others && is_left_out(m.slot(r), begin / kPage);
+      sources[r] = !others ? mine + begin : left_out ? kZeros : m.slot(r) + begin;
+      zeros &= !others || left_out;
     }
     if (zeros && are_zeros(mine + begin, end - begin)) {  // whatever the reduction is
       if (out != mine) memset(out + begin, 0, end - begin);

@@ -12,10 +12,7 @@ namespace {
 alignas(64) const char kZeros[kPage] = {};
 
 // A byte per page of the chunk, at the end of the slot, which no reduction fills.
-inline char* left_out(char* slot) { return slot + kSlot - kChunk / kPage; }
-inline bool is_left_out(const char* slot, int64_t page) {
-  return slot[kSlot - kChunk / kPage + page];
-}
+inline char& is_left_out(char* slot, int64_t page) { return slot[kSlot - kChunk / kPage + page]; }
 
 // Ends at the first 256 bytes that aren't: what isn't zeros is seldom looked at further.
 inline bool are_zeros(const char* data, int64_t bytes) {
@@ -35,7 +32,7 @@ inline void show_but_zeros(const char* data, int64_t bytes, char* slot) {
   for (int64_t begin = 0; begin < bytes; begin += kPage) {
     const int64_t size = bytes - begin < kPage ? bytes - begin : kPage;
     const bool zeros = are_zeros(data + begin, size);
-    left_out(slot)[begin / kPage] = zeros;
+    is_left_out(slot, begin / kPage) = zeros;
     if (!zeros) memcpy(slot + begin, data + begin, size);
   }
 }

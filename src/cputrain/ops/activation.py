@@ -9,7 +9,7 @@ from cputrain import native
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
 
-# Each kind's number in csrc/kernels/activation.cpp, and the stock function.
+# Each kind's number in csrc/kernels/activation.h, and the stock function.
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
 _STOCK = {
     "identity": lambda x: x,
