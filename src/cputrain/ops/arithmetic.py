@@ -81,6 +81,7 @@ class Call:
 
     @property
     def storage(self) -> torch.dtype:
+        """As the arithmetic's, but fp32 while somebody probes."""
         return _STORAGE.get(self.kind, torch.float32)
 
     def keep(self, x: Tensor) -> Tensor:

@@ -66,7 +66,7 @@ class _FeedForwardNorm(torch.autograd.Function):
     def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, arithmetic):
         kept, kept_h, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, arithmetic, "sum")
         out, mean, rstd, kept_sum = post_norm_forward(
-            sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, arithmetic.storage
+            sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, ctx.call.storage
         )
         ctx.save_for_backward(kept, kept_h, weight1, bias1, weight2, norm_weight, kept_sum, mean, rstd)
         ctx.p, ctx.key, ctx.has_bias2 = p, key, bias2 is not None

@@ -21,7 +21,7 @@ class _ResidualBlock(torch.autograd.Function):
         ctx.call = arithmetic.begin()
         sum_TO, kept = forward_product(x_TI, weight, None, ctx.call, keep=ctx.needs_input_grad[2], passing="sum")
         out, mean, rstd, kept_sum = post_norm_forward(
-            sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key, arithmetic.storage
+            sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key, ctx.call.storage
         )
         ctx.save_for_backward(kept, weight, norm_weight, kept_sum, mean, rstd)
         ctx.p, ctx.key, ctx.has_bias = p, key, bias is not None
