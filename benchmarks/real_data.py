@@ -46,8 +46,9 @@ def drawn_questions(file: Path, count: int, folder: Path) -> Path:
         "version": "1.1",
         "data": [{"title": "drawn", "paragraphs": [{"context": c, "qas": [q]} for c, q in drawn]}],
     }
-    (folder / "drawn.json").write_text(json.dumps(content))
-    return folder / "drawn.json"
+    drawn_file = folder / f"drawn_{file.name.removesuffix('.gz')}"
+    drawn_file.write_text(json.dumps(content))
+    return drawn_file
 
 
 def without_dropout(model: Path, folder: Path) -> Path:
