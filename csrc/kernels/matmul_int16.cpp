@@ -1,5 +1,6 @@
 // out = left · rightᵀ in block-scaled 16-bit integers.
 #include <omp.h>
+#include <sched.h>
 
 #include "api.h"
 #include "matmul_operand.h"
@@ -145,10 +146,12 @@ struct Product {
   bool accumulate;
   ColumnProduct column;
 
-  // A part of the result, in units of panels. One panel of the right operand stays in the
-  // first-level cache while all of the part's left panels, which stay in the second, pass by.
-  void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end) const {
-    for (int64_t b = 0; b < left_layout.blocks; b++) {
+  // A part of the result, in units of panels, for some blocks of the depth. One panel of the right
+  // operand stays in the first-level cache while all of the part's left panels, which stay in the
+  // second, pass by.
+  void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end, int64_t block,
+               int64_t block_end) const {
+    for (int64_t b = block; b < block_end; b++) {
       left.ensure(b, row * kTileRows, row_end * kTileRows);
       right.ensure(b, col * kTileCols, col_end * kTileCols);
       for (int64_t c = col; c < col_end; c++) column_at(b, row, row_end, c);
@@ -199,32 +202,49 @@ struct Parts {
   }
   int64_t count() const { return down * across; }
   // Neighbours along the longer side share vectors of the shorter one only.
-  void compute(const Product& product, int64_t part) const {
+  void compute(const Product& product, int64_t part, int64_t block, int64_t block_end) const {
     const bool by_rows = row_panels * kTileRows >= col_panels * kTileCols;
     const int64_t r = (by_rows ? part / across : part % down) * rows;
     const int64_t c = (by_rows ? part % across : part / down) * cols;
     product.compute(r, r + rows < row_panels ? r + rows : row_panels, c,
-                    c + cols < col_panels ? c + cols : col_panels);
+                    c + cols < col_panels ? c + cols : col_panels, block, block_end);
   }
 };
 
 // Every thread has a run of neighbouring parts, for which it packs most vectors itself, and takes
-// from the others' when it is done with them.
+// from the others' when it is done with them. A weight's gradient sums over all tokens: there, a
+// run is gone through once for each block of them, so that a block, once packed, is in the cache
+// for all parts. A part's blocks are added in order, whoever does them.
 class Runs {
  public:
-  Runs(int64_t parts, int64_t threads)
-      : parts_(parts), count_(threads < kMostRuns ? threads : kMostRuns) {
-    for (int64_t r = 0; r < count_; r++) runs_[r].next = begin(r);
+  Runs(int64_t parts, int64_t passes, int64_t threads)
+      : parts_(parts), passes_(passes), count_(threads < kMostRuns ? threads : kMostRuns) {
+    for (int64_t r = 0; r < count_; r++) runs_[r].next = 0;
+    if (passes > 1 && !(passed_ = (int32_t*)calloc(parts, sizeof *passed_))) abort();
   }
-  // The next part, or -1.
-  int64_t take(int64_t thread) {
+  ~Runs() { free(passed_); }
+  Runs(const Runs&) = delete;
+
+  struct Turn {
+    int64_t part, pass;
+  };
+  // The next turn, whose part has had all passes before; or a part of -1.
+  Turn take(int64_t thread) {
     for (int64_t i = 0; i < count_; i++) {
-      const int64_t run = (thread + i) % count_, end = begin(run + 1);
+      const int64_t run = (thread + i) % count_;
+      const int64_t length = begin(run + 1) - begin(run), end = length * passes_;
       if (__atomic_load_n(&runs_[run].next, __ATOMIC_RELAXED) >= end) continue;
-      const int64_t part = __atomic_fetch_add(&runs_[run].next, 1, __ATOMIC_RELAXED);
-      if (part < end) return part;
+      const int64_t n = __atomic_fetch_add(&runs_[run].next, 1, __ATOMIC_RELAXED);
+      if (n >= end) continue;
+      const Turn turn = {begin(run) + n % length, n / length};
+      while (passed_ && __atomic_load_n(&passed_[turn.part], __ATOMIC_ACQUIRE) < turn.pass)
+        sched_yield();
+      return turn;
     }
-    return -1;
+    return {-1, 0};
+  }
+  void done(Turn turn) {
+    if (passed_) __atomic_store_n(&passed_[turn.part], turn.pass + 1, __ATOMIC_RELEASE);
   }
 
  private:
@@ -233,7 +253,8 @@ class Runs {
     int64_t next;
   };
   int64_t begin(int64_t run) const { return parts_ * run / count_; }
-  const int64_t parts_, count_;
+  const int64_t parts_, passes_, count_;
+  int32_t* passed_ = nullptr;  // by each part
   Run runs_[kMostRuns];
 };
 
@@ -275,9 +296,13 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   const bool parallel = rows * cols * depth > kProductsForThreads;
   const int64_t threads = parallel ? omp_get_max_threads() : 1;
   const Parts parts(product, threads);
-  Runs runs(parts.count(), threads);
+  const int64_t blocks = left_operand.layout.blocks;
+  const bool by_blocks = left_operand.packs_by_columns() && right_operand.packs_by_columns();
+  const int64_t passes = by_blocks ? blocks : 1, blocks_of_pass = by_blocks ? 1 : blocks;
+  Runs runs(parts.count(), passes, threads);
 #pragma omp parallel if (parallel)
-  for (int64_t part; (part = runs.take(omp_get_thread_num())) >= 0;) parts.compute(product, part);
+  for (Runs::Turn turn; (turn = runs.take(omp_get_thread_num())).part >= 0; runs.done(turn))
+    parts.compute(product, turn.part, turn.pass * blocks_of_pass, (turn.pass + 1) * blocks_of_pass);
   left_operand.finish();
   right_operand.finish();
   if (depth == 0) product.only_bias();

@@ -27,20 +27,20 @@ class LazyOperand {
   LazyOperand(const LazyOperand&) = delete;
 
   // When this returns, the vectors first … last - 1 are packed in this block. By columns, threads
-  // pack these first, in all blocks, because what a thread packs itself lies in its own cache; then
-  // the whole matrix, before they go on.
+  // pack these first, because what a thread packs itself lies in its own cache, and then help with
+  // the rest of the block.
   void ensure(int64_t block, int64_t first, int64_t last) {
-    if (packing_.tasks() == 0) return;
+    if (!lazy()) return;
     last = last < layout.vectors ? last : layout.vectors;
     const int64_t width = by_columns_ ? kTaskColumns : kTaskRows;
-    const int64_t begin = first / width, end = (last + width - 1) / width;
-    if (!by_columns_) return work(begin, end), wait(begin, end);  // these tasks do all blocks
-    if (block == 0) {
-      for (int64_t b = 0; b < layout.blocks; b++) work(at(b, begin), at(b, end));
-      work(0, packing_.tasks());
-    }
-    wait(at(block, begin), at(block, end));
+    int64_t begin = first / width, end = (last + width - 1) / width;
+    if (by_columns_) begin += block * columns(), end += block * columns();
+    work(begin, end);  // by rows, these tasks do all blocks
+    if (by_columns_) work(block * columns(), (block + 1) * columns());
+    wait(begin, end);
   }
+
+  bool packs_by_columns() const { return by_columns_ && lazy(); }
 
   // When all threads are done: packs what no product needed, for the sums.
   void finish() {
@@ -54,7 +54,8 @@ class LazyOperand {
  private:
   enum State : uint8_t { kNot, kBeing, kDone };
 
-  int64_t at(int64_t block, int64_t column) const { return block * packing_.column_tasks + column; }
+  bool lazy() const { return packing_.tasks() > 0; }
+  int64_t columns() const { return packing_.column_tasks; }
 
   void work(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)

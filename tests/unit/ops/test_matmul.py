@@ -90,6 +90,16 @@ def test_threads_give_identical_results(isa, threads):  # `threads` restores the
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
+def test_parts_taken_over_add_their_blocks_in_order(isa, threads):
+    """With few parts and many blocks, threads that are done take turns with others' parts nearly every time."""
+    torch.set_num_threads(1)
+    x, dy = torch.randn(20_000, 17), torch.randn(20_000, 70)
+    expected = matmul.linear_weight_grad(dy, x)
+    torch.set_num_threads(threads + 1)
+    for _ in range(30):
+        assert torch.equal(matmul.linear_weight_grad(dy, x), expected)
+
+
 def test_without_vnni(isa):
     x, w = torch.randn(100, 1000), torch.randn(90, 1000)
     expected = matmul.linear_forward(x, w)
