@@ -71,6 +71,7 @@ def test_what_the_guides_files_mean() -> None:
         ("deepspeed_config: {}", {}),
         ("gpu_ids: all", {}),
         ("debug: false", {}),
+        ("cores-for-communication: 2\nlog-dir: x", {"cores_for_communication": 2, "log_dir": "x"}),
     ],
 )
 def test_spellings_of_accelerate_and_yaml(line: str, meant: dict) -> None:
@@ -105,6 +106,8 @@ def test_spellings_of_accelerate_and_yaml(line: str, meant: dict) -> None:
         (SIXTEEN.replace("machine_rank: 0", "machine_rank: -1"), 6, "machine_rank must be at least 0"),
         (SIXTEEN.replace("main_process_ip: 36.112.23.24\n", ""), 10, "4 machines need a main_process_ip"),
         (SIXTEEN.replace("29500", "99999"), 8, "main_process_port must be 1 to 65535"),
+        (SIXTEEN.replace("36.112.23.24", "a b"), 7, "main_process_ip: 'a b' is not a host name or an address"),
+        ("log-dir: x\nlog_dir: x", 2, "log_dir stands in line 1 already"),
         ("", 1, "a configuration is a list of"),
         ("- 1", 1, "a configuration is a list of"),
         ("use_cpu: true\n\tnum_machines: 1", 2, "found character"),

@@ -6,8 +6,10 @@ import json
 from pathlib import Path
 
 import pytest
+import typer
 
 from cputrain import hardware
+from cputrain.cli.launch import launch as launch_command
 from cputrain.launch import config_file
 from cputrain.launch.config import Config
 from tests.launch.programs import launch
@@ -59,11 +61,41 @@ def test_options_win_over_the_file(script: Path) -> None:
 
 
 def test_accelerates_own_spellings_are_accepted(script: Path) -> None:
-    (script.parent / "hosts").write_text("localhost\n")
-    flags = ["--mpirun_hostfile", "hosts", "--mpirun_ccl", "1", "--same_network", "--rdzv_backend", "static"]
+    (script.parent / "hosts").write_text("127.0.0.1\n")
+    flags = ["--mpirun-hostfile", "hosts", "--mpirun_ccl", "1", "--same_network", "--rdzv_backend", "static"]
     answer = launch(*flags, "--dry-run", script, folder=script.parent)
     assert answer.returncode == 0, answer.stderr
     assert "cores" in answer.stdout
+    assert ("HOSTFILE, line by line: 127.0.0.1" in answer.stdout) == ("engine: mpi" in answer.stdout)
+
+
+def test_every_option_is_spelt_with_either_sign() -> None:
+    app = typer.Typer()
+    app.command()(launch_command)
+    app.command("other")(lambda: None)  # without a second one typer would add options of its own
+    parameters = typer.main.get_command(app).commands["launch"].params  # type: ignore[attr-defined]
+    spelt = [{*one.opts, *one.secondary_opts} for one in parameters if one.param_type_name == "option"]
+    assert len(spelt) > 20
+    for names in spelt:
+        for name in names:
+            assert {name.replace("_", "-"), f"--{name[2:].replace('-', '_')}" if name[:2] == "--" else name} <= names
+
+
+def test_one_process_keeps_its_file_and_starts_anew(tmp_path: Path) -> None:
+    """Neither needs a second process; as a rank that others started it keeps its file, and says what it can't do."""
+    (tmp_path / "second_time.py").write_text(
+        "import pathlib\nseen = pathlib.Path('seen')\nprint('again' if seen.exists() else 'first', flush=True)\n"
+        "if not seen.exists():\n    seen.touch()\n    raise SystemExit(5)\n"
+    )
+    assert launch("--log_dir", "alone", "second_time.py", folder=tmp_path).returncode == 5
+    assert (tmp_path / "alone/rank-0.log").read_text() == "first\n"
+    (tmp_path / "seen").unlink()
+    answer = launch("--max_restarts", "1", "second_time.py", folder=tmp_path)
+    assert answer.returncode == 0 and answer.stdout.splitlines()[-1] == "[0] again", answer.stderr
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    answer = launch("--log_dir", "rank", "--max_restarts", "1", "second_time.py", folder=tmp_path, **rank)
+    assert answer.returncode == 0 and "max_restarts has no effect" in answer.stderr, answer.stderr
+    assert "again\n" in (tmp_path / "rank/rank-0.log").read_text()
 
 
 def test_the_default_file_is_read_by_itself(script: Path) -> None:
@@ -91,6 +123,7 @@ def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
         (["--engine", "slurm", "x.py"], "engine must be auto or local or mpi or torchrun, found 'slurm'"),
         (["--env", "1A=b", "x.py"], "env holds NAME=VALUE, found '1A'"),
         (["--num_machines", "2", "x.py"], "1 processes can't be shared evenly by 2 machines"),
+        (["--main_process_ip", "-oX", "x.py"], "main_process_ip: '-oX' is not a host name or an address"),
         (["--mixed_precision", "fp16", "x.py"], "fp16 doesn't train on CPUs"),
         (["--config_file", "nowhere.yaml", "x.py"], "nowhere.yaml can't be read"),
     ],

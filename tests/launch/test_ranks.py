@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import pytest
 
 from cputrain.launch import join, ranks
@@ -104,6 +106,8 @@ def test_nodes(environ, node) -> None:
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"none of MPI_LOCALRANKID, SLURM_LOCALID"),
         ({"PET_NNODES": "4:1"}, r"PET_NNODES is '4:1': write a number of machines, N, or the least and the most, N:M"),
         ({"PET_NNODES": "0"}, r"PET_NNODES is '0'"),
+        ({"RANK": "1"}, r"RANK=1 says that there are others, but nobody how many: set WORLD_SIZE"),
+        ({"RANK": "1", "LOCAL_RANK": "1"}, r"RANK=1 says that there are others"),
         ({"PET_NNODES": "few"}, r"PET_NNODES is 'few'"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, r"machine 2 can't be among 2"),
     ],
@@ -142,13 +146,19 @@ def test_a_node_with_several_needs_launch(environ, said) -> None:
         join.join(dict(environ))
 
 
-def test_threads_are_always_set_and_a_users_are_kept(stay) -> None:
+def test_threads_are_always_set_and_a_users_are_kept(stay, caplog) -> None:
     environ: dict[str, str] = {}
     join.join(environ)
     assert int(environ["OMP_NUM_THREADS"]) >= 1 and "RANK" not in environ
-    environ = {"OMP_NUM_THREADS": "23"}
-    join.join(environ)
-    assert environ["OMP_NUM_THREADS"] == "23"
+    assert not caplog.messages
+    environ = {"OMP_NUM_THREADS": "999", "CCL_ATL_TRANSPORT": "mpi"}
+    with caplog.at_level(logging.INFO, "cputrain"):
+        join.join(environ)
+    assert environ["OMP_NUM_THREADS"] == "999"
+    assert [text.split(",")[0].split(":")[0] for text in caplog.messages] == [
+        "OMP_NUM_THREADS=999 is kept",
+        "CCL_ATL_TRANSPORT has no effect",
+    ]
 
 
 def test_a_users_threads_get_a_warning_that_says_what_they_cost(stay, caplog) -> None:

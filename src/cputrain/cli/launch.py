@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from cputrain.integrations import notices, settings
-from cputrain.launch import config_file, dry_run, environment, plan, ranks
+from cputrain.launch import config_file, dry_run, environment, join, plan, ranks
 from cputrain.launch.config import PORT, Config
 
 logger = logging.getLogger("cputrain")
@@ -20,8 +21,13 @@ logger = logging.getLogger("cputrain")
 
 def _option(name: str, text: str, *others: str) -> Any:
     """As accelerate spells its options, with underscores, and as everybody else does, with hyphens."""
-    spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}", f"--{name.replace('-', '_')}", *others])
-    return typer.Option(*spellings, help=text)
+    return typer.Option(*_spellings(f"--{name}", *others), help=text)
+
+
+def _spellings(*names: str) -> dict[str, None]:
+    """Each as it is written, and with the other sign between its words."""
+    words = [(name, name.replace("_", "-"), re.sub(r"(?<=\w)-(?=\w)", "_", name)) for name in names]
+    return dict.fromkeys(word for spelt in words for word in spelt)
 
 
 def launch(
@@ -47,15 +53,20 @@ def launch(
     max_restarts: Annotated[int | None, _option("max_restarts", "How often to start anew after a failure.")] = None,
     mpirun: Annotated[str | None, _option("mpirun", "Which mpirun; else the first that is found.")] = None,
     mixed_precision: Annotated[str | None, _option("mixed_precision", "no or bf16.")] = None,
-    use_cpu: Annotated[bool | None, typer.Option("--cpu/--no-cpu", "--use_cpu", help="Train on the CPU.")] = None,
-    ipex: Annotated[bool | None, typer.Option("--ipex/--no-ipex", help="No: stock, without cputrain.")] = None,
+    use_cpu: Annotated[
+        bool | None,
+        typer.Option("--cpu/--no-cpu", " /--no_cpu", *_spellings("--use_cpu"), help="Train on the CPU."),
+    ] = None,
+    ipex: Annotated[
+        bool | None, typer.Option("--ipex/--no-ipex", " /--no_ipex", help="No: stock, without cputrain.")
+    ] = None,
     threads: Annotated[int | None, _option("num_cpu_threads_per_process", "Threads; else a rank's cores.")] = None,
     dtype: Annotated[str | None, _option("dtype", "auto, fp32, bf16 or int16; wins over the script.")] = None,
     padding: Annotated[str | None, _option("padding", "drop, or keep for stock's padded numbers.")] = None,
     compression: Annotated[str | None, _option("grad-compression", "bf16 halves what travels; else none.")] = None,
     balance: Annotated[str | None, _option("balance", "length, or off: deal samples to ranks as stock does.")] = None,
-    same_network: Annotated[bool | None, typer.Option("--same_network", "--same-network", hidden=True)] = None,
-    rdzv_backend: Annotated[str | None, typer.Option("--rdzv_backend", "--rdzv-backend", hidden=True)] = None,
+    same_network: Annotated[bool | None, typer.Option(*_spellings("--same_network"), hidden=True)] = None,
+    rdzv_backend: Annotated[str | None, typer.Option(*_spellings("--rdzv_backend"), hidden=True)] = None,
     dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
@@ -116,8 +127,8 @@ def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -
         return _as_rank(chosen, task, place, dry)
     config = chosen.config
     several = config.num_processes > 1 or config.hostfile or (config.ppn or 1) > 1 or config.engine == "mpi"
-    if place is None and not several:
-        return _here(task, {}, None, dry)
+    if place is None and not several and not config.max_restarts:
+        return _here(task, _labels(config, task), None, dry)
     made = plan.make(config, chosen.size, task, place, mpirun)
     if dry:
         print(dry_run.text(made, task), end="")
@@ -135,10 +146,17 @@ def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) ->
             "change one of them."
         )
     config = chosen.config
-    meeting = {}
+    added = _labels(config, task)
+    if config.max_restarts and place.rank == 0:
+        logger.warning("max_restarts has no effect: whoever started this rank would have to start it anew")
     if config.main_process_ip and not (os.environ.get("MASTER_ADDR") or os.environ.get("PET_MASTER_ADDR")):
-        meeting = {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
-    return _here(task, meeting, place, dry)
+        added |= {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
+    return _here(task, added, place, dry)
+
+
+def _labels(config: Config, task: plan.Task) -> dict[str, str]:
+    """A file per rank also where no agent of ours reads what a rank prints: the rank keeps it itself."""
+    return {join.LABEL: f"{int(task.bars)}:{config.log_dir}"} if config.log_dir else {}
 
 
 def _here(task: plan.Task, more: dict[str, str], place: ranks.Place | None, dry: bool) -> int:

@@ -12,6 +12,8 @@ logger = logging.getLogger("cputrain")
 
 # Set by `cputrain run` and `cputrain launch`: numbers of logical CPUs, "6,7".
 VARIABLE = "CPUTRAIN_COMMUNICATION_CPUS"
+# How many cores of each rank don't compute: all that is known where ranks are not bound.
+COUNT = "CPUTRAIN_CORES_FOR_COMMUNICATION"
 
 
 def cpus() -> set[int]:

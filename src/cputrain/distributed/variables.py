@@ -19,7 +19,8 @@ def say_what_has_no_effect(transport: str, environ: Mapping[str, str]) -> None:
         return
     if environ.get("CCL_ATL_TRANSPORT"):
         _say_once(f"CCL_ATL_TRANSPORT has no effect: it is oneCCL's, and {transport} carries the data")
-    if environ.get("CCL_WORKER_COUNT") and not environ.get(communication_cpus.VARIABLE):
+    kept = environ.get(communication_cpus.VARIABLE) or environ.get(communication_cpus.COUNT)
+    if environ.get("CCL_WORKER_COUNT") and not kept:
         _say_once(
             "CCL_WORKER_COUNT has no effect: cores are kept free for communication by `cputrain run` and "
             "`cputrain launch`, which did not do it here"

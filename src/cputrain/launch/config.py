@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, fields
 
 from cputrain.launch import allocator
+from cputrain.launch.hostfile import check_name
 from cputrain.settings import BALANCES, COMPRESSIONS
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
@@ -139,6 +140,11 @@ def _check_together(config: Config) -> None:
         name, equals, _ = entry.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             raise ConfigError("env", f"env holds NAME=VALUE, found {name!r}.")
+    if config.main_process_ip:
+        try:
+            check_name(config.main_process_ip)
+        except ValueError as error:
+            raise ConfigError("main_process_ip", f"main_process_ip: {error}") from None
     if config.hostfile:  # it says how many machines there are
         return
     if processes % machines:

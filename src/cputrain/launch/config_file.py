@@ -73,6 +73,7 @@ def parse(text: str, path: str) -> Config:
         try:
             if not isinstance(key, str):
                 raise ConfigError("", f"a key must be a name, found {_shown(key)}.")
+            key = key.replace("-", "_")  # as the options may be spelt
             if key in lines:
                 raise ConfigError("", f"{key} stands in line {lines[key]} already.")
             values.update(_values(key, node))
@@ -90,7 +91,7 @@ def says(path: str, key: str) -> bool:
     """Whether a file that could be read names a key, rather than leaving it at its default."""
     if not Path(path).is_file():
         return False
-    return any(_scalar(name) == key for name, _ in _composed(Path(path).read_text(), path).value)
+    return any(str(_scalar(name)).replace("-", "_") == key for name, _ in _composed(Path(path).read_text(), path).value)
 
 
 def write(config: Config, path: Path) -> None:

@@ -35,6 +35,8 @@ def _lines(plan: Plan, task: Task) -> Iterator[str]:
     yield f"folder: {task.folder}"
     for name, words in plan.commands:
         yield f"command on {name}: {_shown(words)}"
+    if plan.hosts:
+        yield f"  HOSTFILE, line by line: {' | '.join(plan.hosts.splitlines())}"
     if plan.engine == "torchrun" and plan.forwarded:
         yield "  its standard input is the order, as JSON: folder, environment, and the program"
         yield f"  program: {_shown(['cputrain', 'run', *task.program])}"

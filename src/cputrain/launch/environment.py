@@ -14,7 +14,7 @@ from cputrain.settings import BALANCE, GRADIENTS
 _FORWARDED = re.compile(
     r"(OMP|KMP|GOMP|MKL|DNNL|ONEDNN|CCL|FI|UCX|I_MPI|GLOO|TORCH|PYTORCH|CPUTRAIN|ACCELERATE|HF|TRANSFORMERS|TOKENIZERS|"
     r"WANDB|MLFLOW|COMET|MALLOC)_.*|PYTHON(PATH|UNBUFFERED|HASHSEED|WARNINGS)|LD_(PRELOAD|LIBRARY_PATH)|TQDM_DISABLE|"
-    r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|XDG_CACHE_HOME|TMPDIR|MASTER_(ADDR|PORT)"
+    r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|XDG_CACHE_HOME|TMPDIR|MASTER_(ADDR|PORT)"
 )
 # Set for one process by whoever started it: another's rank would be wrong.
 _OF_ONE_PROCESS = ("CPUTRAIN_PARENT", "CPUTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
@@ -64,16 +64,18 @@ def shown(name: str, value: str) -> str:
 
 
 def shown_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: --hub_token x and --api-key=x."""
+    """A command line without secrets: --hub_token x, --api-key=x, wandb.api_key=x and http://user:password@proxy."""
     found: list[str] = []
     hide = False
     for word in words:
         name, equals, _ = word.partition("=")
         is_option = word.startswith("-")
-        if is_option and equals and _SECRET.search(name):
+        if equals and _SECRET.search(name):
             word = f"{name}=***"
         elif hide and not is_option:
             word = "***"
+        else:
+            word = _LOGIN.sub("://***@", word)
         hide = is_option and not equals and bool(_SECRET.search(name))
         found.append(word)
     return found

@@ -33,7 +33,7 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         processes.guard(environ)
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
-    unlabel = output.label(place.rank, folder or None, bars == "1") if labels and place else None
+    unlabel = output.label(place.rank if place else 0, folder or None, bars == "1") if labels else None
     try:
         _check_size(place, environ)
         exchange = _meet(place, environ) if place else None
@@ -136,13 +136,16 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
         _take_memory_there(share.cpus)
     if share.communication:
         environ[COMMUNICATION_CPUS] = ",".join(map(str, share.communication))
-    if place is None:
-        if environ.get("CCL_WORKER_COUNT"):
-            logger.info("CCL_WORKER_COUNT has no effect: this is one process, which communicates with nobody")
-        return
-    if place.local_rank == 0:
+    if place is None or place.local_rank == 0:
         for warning in warnings:
             logger.warning(warning)
+    if place is None:
+        for name in ("CCL_WORKER_COUNT", "CCL_ATL_TRANSPORT"):
+            if environ.get(name):
+                logger.info(f"{name} has no effect: this is one process, which communicates with nobody")
+        return
+    if communication(environ):  # the backend then knows that threads were left out for it, bound or not
+        environ[COMMUNICATION] = str(communication(environ))
     if place.rank == 0:
         threads = environ["OMP_NUM_THREADS"]
         logger.info(f"each rank computes with {threads} thread{'s' if threads != '1' else ''} ({share.reason})")

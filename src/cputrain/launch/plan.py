@@ -38,6 +38,7 @@ class Plan:
     forwarded: bool
     meeting: str
     start: Callable[[], int]
+    hosts: str = ""  # what the file that `commands` call HOSTFILE will hold
 
     @property
     def size(self) -> int:
@@ -58,7 +59,8 @@ def make(
     _check_ppn(config, machines)
     if config.engine == "mpi":
         return _by_mpi(config, machines, task, _needed_mpi(task, mpirun_asked), "--engine mpi")
-    reason = f"all {machines[0].processes} ranks are on this machine"
+    number = machines[0].processes
+    reason = f"all {number} ranks are on this machine" if number > 1 else "one rank, on this machine"
     return _by_agent(config, task, machines[0], reason, "local" if config.engine == "auto" else config.engine)
 
 
@@ -174,7 +176,8 @@ def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi,
     shown = mpirun.command(found, machines, "HOSTFILE", variables, task.folder, program)
     told = f"rank 0 at {variables['MASTER_ADDR']}" if "MASTER_ADDR" in variables else "rank 0 is asked through MPI"
     start = partial(mpirun.run, found, machines, variables, task.folder, program)
-    return Plan("mpi", reason, tuple(machines), (("this machine", shown),), variables, True, told, start)
+    hosts = mpi.hosts_text(found, machines) if "HOSTFILE" in shown else ""
+    return Plan("mpi", reason, tuple(machines), (("this machine", shown),), variables, True, told, start, hosts)
 
 
 def _mpi_meeting(config: Config, machines: list[Machine], found: mpi.Mpi) -> dict[str, str]:

@@ -124,8 +124,13 @@ _OF_A_NODE = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_AD
 def _node(environ: Mapping[str, str]) -> Node | None:
     """PET_* (torchrun's own variables, set by Kubeflow), or RANK without LOCAL_RANK (a PyTorchJob with a Master)."""
     told = [name for name in _OF_A_NODE if name in environ]
-    if not told and not (environ.get("RANK") and environ.get("WORLD_SIZE")):
+    if not told and not environ.get("RANK"):
         return None
+    if not told and not environ.get("WORLD_SIZE"):
+        raise ValueError(
+            f"RANK={environ['RANK']} says that there are others, but nobody how many: set WORLD_SIZE, and for a rank "
+            "LOCAL_RANK, or unset RANK."
+        )
     here = _processes_here(environ)
     machines, most = _machines(environ, here)
     rank = next((number(environ, name) for name in ("PET_NODE_RANK", "RANK") if environ.get(name)), None)
