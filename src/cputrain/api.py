@@ -83,9 +83,8 @@ def optimize(
     memory.keep_freed_memory()
     if optimizer is None:
         return model
-    previous = _optimizer_of(model)
-    if previous is not None and previous is not optimizer:
-        takeover.give_back(previous)
+    if _optimizer_of(model) is not optimizer:
+        _give_optimizer_back(model)
     takeover.take_over(optimizer)
     _optimizers[model] = weakref.ref(optimizer)
     return model, optimizer
@@ -106,7 +105,7 @@ def explain(model: nn.Module) -> Explanation:
         ("padding", record.padding, _padding_reason(model, record)),
     ]
     if optimizer is not None:
-        facts.append(("optimizer", type(optimizer).__name__, takeover.take_over(optimizer).reason))
+        facts.append(("optimizer", type(optimizer).__name__, takeover.described(optimizer)))
     return Explanation(facts, explain_patches(record.patches))
 
 

@@ -151,6 +151,24 @@ def test_an_optimizer_of_two_models_is_given_back_with_the_last():
     assert "_init_group" not in optimizer.__dict__
 
 
+def test_an_optimizer_of_two_models_stays_when_one_of_them_gets_another():
+    one, other = small(), small()
+    shared = torch.optim.AdamW([*one.parameters(), *other.parameters()])
+    for model in (one, other):
+        cputrain.optimize(model, shared)
+    cputrain.optimize(one, torch.optim.AdamW(one.parameters()))
+    assert "_init_group" in shared.__dict__
+
+
+def test_explain_only_looks_at_the_optimizer():
+    model = small()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    cputrain.optimize(model, optimizer)
+    optimizer.param_groups[0]["amsgrad"] = False
+    assert "call cputrain.optimize again" in str(cputrain.explain(model))
+    assert "_init_group" not in optimizer.__dict__
+
+
 @pytest.mark.parametrize("make", [lambda compiled: compiled, nn.Sequential])
 @pytest.mark.parametrize("dtype", ["fp32", "int16"])
 def test_what_torch_jit_has_compiled_runs_as_it_did(make, dtype):

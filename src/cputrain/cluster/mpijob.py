@@ -35,7 +35,7 @@ def _launcher(job: Job) -> dict[str, Any]:
     container = {
         **pod.container(job, "launcher", with_data=False),
         "command": ["python3", "-m", "cputrain.cluster.mpi_launcher"],
-        "args": [f"--mpi={job.mpi}", f"--forward={forwarded}", "--", *pod.command(job), *pod.arguments(job)],
+        "args": [f"--mpi={job.mpi}", f"--forward={forwarded}", "--", *pod.COMMAND, *pod.arguments(job)],
         "env": Noted(variables, "ranks are started by sshd, which passes none of its own variables on: mpirun does"),
         "resources": {"limits": dict(amounts), "requests": amounts},
     }

@@ -11,6 +11,9 @@ from cputrain.cluster.manifest_text import Noted
 
 Mapping = dict[str, Any]
 
+# It reads what the operator sets, and starts the right number of processes.
+COMMAND = ("cputrain", "launch")
+
 
 def metadata(job: Job, name: str | None = None) -> Mapping:
     made: Mapping = {"name": name or job.name}
@@ -30,11 +33,6 @@ def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
         "annotations": {"sidecar.istio.io/inject": Noted("false", note)},
         "labels": {**labels(job), "sidecar.istio.io/inject": "false", **(extra or {})},
     }
-
-
-def command(job: Job) -> list[str]:
-    """`cputrain launch` reads what the operator sets, and starts the right number of processes."""
-    return ["cputrain", "launch"]
 
 
 def arguments(job: Job) -> list[str]:

@@ -49,7 +49,7 @@ def _elastic_policy(job: Job) -> Any:
 def _worker(job: Job) -> dict[str, Any]:
     container = {
         **pod.container(job, "pytorch"),
-        "command": pod.command(job),
+        "command": list(pod.COMMAND),
         "args": pod.arguments(job),
         "env": pod.variables(job),
         "resources": pod.resources(job),

@@ -6,7 +6,6 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,7 +38,6 @@ class SlurmJob:
     activate: str | None = None
     requeue: bool = True
     resume: tuple[str, ...] = ()
-    launch_options: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for what, word in (("name", self.name), ("partition", self.partition), ("account", self.account)):
@@ -62,7 +60,7 @@ class SlurmJob:
 def _check_words(job: SlurmJob) -> None:
     if not job.script or job.script.startswith("-"):
         raise ValueError(f"the script must be a path, found {job.script!r}: `-- SCRIPT ARGS…` stands last.")
-    for word in (job.script, *job.arguments, *job.resume, *job.launch_options, job.activate or ""):
+    for word in (job.script, *job.arguments, *job.resume, job.activate or ""):
         names.text(word, "an argument")
         if secrets_in_clear.looks_secret(word):
             raise ValueError("an argument holds a token in clear, for everyone who can read the script: leave it out.")
@@ -130,7 +128,7 @@ def _preparation(job: SlurmJob) -> list[str]:
 
 def _step(job: SlurmJob) -> list[str]:
     each = job.cpus // job.sizing.processes
-    words = " ".join(map(shlex.quote, (*job.launch_options, job.script, *job.arguments)))
+    words = " ".join(map(shlex.quote, (job.script, *job.arguments)))
     resume = ' "${resume[@]}"' if job.resume else ""
     # srun stopped inheriting the CPUs of a task with Slurm 22.05: without the option each rank gets one.
     command = f"srun --cpus-per-task={each} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
@@ -140,7 +138,7 @@ def _step(job: SlurmJob) -> list[str]:
     return [note, f"{command} &", "# In the background: bash runs the trap only while it waits.", 'wait "$!"']
 
 
-def submit(file: Path, more: Sequence[str] = ()) -> str:
+def submit(file: Path) -> str:
     """The number that Slurm gave the job."""
     program = shutil.which("sbatch")
     if program is None:
@@ -148,7 +146,7 @@ def submit(file: Path, more: Sequence[str] = ()) -> str:
     if not file.is_file():
         raise ValueError(f"{file} can't be read: there is no such file.")
     answer = subprocess.run(
-        [program, "--parsable", *more, str(file)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
+        [program, "--parsable", str(file)], capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL
     )
     if answer.returncode:
         said = " ".join(answer.stderr.split()).removeprefix("sbatch: error: ") or "without a word"

@@ -49,7 +49,7 @@ def _train_job(job: Job) -> dict[str, Any]:
             "numProcPerNode": Noted(
                 job.sizing.processes, "a whole number; without it the operator starts one for every CPU requested"
             ),
-            "command": pod.command(job),
+            "command": list(pod.COMMAND),
             "args": pod.arguments(job),
             "env": pod.variables(job),
             "resourcesPerNode": pod.resources(job),

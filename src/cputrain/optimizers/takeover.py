@@ -31,16 +31,29 @@ class Takeover:
 def take_over(optimizer: Optimizer) -> Takeover:
     """Make the optimizer's `step` run the fused kernels, in place; harmless when repeated."""
     inner = unwrapped(optimizer)
+    record = _examined(inner)
+    if record.taken and _ENTRY not in inner.__dict__:
+        setattr(inner, _ENTRY, _FUSED[type(inner)](inner))
+    return record
+
+
+def described(optimizer: Optimizer) -> str:
+    """What its `step` runs now, and why; nothing is changed."""
+    inner = unwrapped(optimizer)
+    record = _examined(inner)
+    if record.taken and _ENTRY not in inner.__dict__:
+        return f"{_name(inner)} keeps stock's step: it has changed since; call cputrain.optimize again"
+    return record.reason
+
+
+def _examined(inner: Optimizer) -> Takeover:
     if type(inner) not in _FUSED:
         names = ", ".join(sorted(kind.__name__ for kind in _FUSED))
         return Takeover(False, f"{_name(inner)} keeps its own step: only torch.optim's {names} have a fused one")
     bound = inner.__dict__.get(_ENTRY)
     if (bound is not None and not isinstance(bound, FusedStep)) or not hasattr(inner, _ENTRY):
         return Takeover(False, f"{_name(inner)} doesn't collect its groups as torch.optim's own does")
-    record = _judge(inner)
-    if record.taken and bound is None:
-        setattr(inner, _ENTRY, _FUSED[type(inner)](inner))
-    return record
+    return _judge(inner)
 
 
 def give_back(optimizer: Optimizer) -> None:
