@@ -133,8 +133,8 @@ def test_options_reach_the_environment(folder: Path) -> None:
         ([], "run needs a script"),
         (["--dtype"], "--dtype needs a value"),
         (["-m"], "-m needs a value"),
-        (["--dtype", "fp64", "exits_3.py"], "CPUTRAIN_DTYPE must be one of auto, fp32, bf16, int16, found 'fp64'"),
-        (["--padding", "some", "exits_3.py"], "CPUTRAIN_PADDING must be one of drop, keep, found 'some'"),
+        (["--dtype", "fp64", "exits_3.py"], "--dtype must be one of auto, fp32, bf16, int16, found 'fp64'"),
+        (["--padding", "some", "exits_3.py"], "--padding must be one of drop, keep, found 'some'"),
         (["--fast", "exits_3.py"], "run has no option --fast"),
     ],
 )

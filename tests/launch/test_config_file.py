@@ -97,7 +97,7 @@ def test_spellings_of_accelerate_and_yaml(line: str, meant: dict) -> None:
         ("ipex_config: {use_xpu: true}", 1, "use_xpu chooses a GPU"),
         ("ipex_config: true", 1, "ipex_config must hold"),
         ("use_cpu: true\nnum_processes: 2", 2, "num_processes is 2, but distributed_type is NO"),
-        (SIXTEEN.replace(": 16", ": 15"), 12, "15 processes can't be shared evenly by 4 machines"),
+        (SIXTEEN.replace(": 16", ": 15"), 12, "4 machines can't share 15 processes evenly"),
         (
             SIXTEEN.replace("machine_rank: 0", "machine_rank: 4"),
             6,

@@ -129,7 +129,11 @@ def test_the_number_of_processes_is_proposed_from_the_machine(nodes, cores, expe
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-m", "cputrain", "config", *arguments], capture_output=True, text=True, check=False
+        [sys.executable, "-m", "cputrain", "config", *arguments],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
     )
 
 
@@ -141,6 +145,19 @@ def test_default_and_update_ask_nothing(tmp_path: Path) -> None:
     Path(path).write_text("# mine\nmixed_precision: bf16\n")
     assert run("--update", "--file", path).returncode == 0
     assert Path(path).read_text() == before.replace("mixed_precision: 'no'", "mixed_precision: bf16")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "config asks questions, and standard input is no terminal: give --default, or --update."),
+        (["--default", "--file", "/dev/null/x.yaml"], "the folder /dev/null can't be made: File exists."),
+        (["--for-accelerate", "/proc/x.yaml"], "/proc/x.yaml can't be written: No such file or directory."),
+    ],
+)
+def test_what_cannot_be_written_is_one_sentence(arguments: list[str], said: str) -> None:
+    answer = run(*arguments)
+    assert (answer.returncode, answer.stdout, answer.stderr) == (2, "", f"cputrain: {said}\n")
 
 
 def test_for_accelerate_writes_what_it_accepts(tmp_path: Path) -> None:

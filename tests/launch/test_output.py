@@ -74,6 +74,13 @@ def test_what_cputrain_says_is_shown_once_and_kept_by_each(tmp_path: Path) -> No
     assert [(tmp_path / f"rank-{rank}.log").read_bytes().count(b"it is so") for rank in (0, 1)] == [1, 1]
 
 
+def test_a_folder_that_cannot_be_made_is_one_sentence_of_one_process() -> None:
+    for call in ("Output('/dev/null/x', False)", "label(0, '/dev/null/x', False)"):
+        code = f"from cputrain.launch import output\ntry: output.{call}\nexcept ValueError as error: print(error)"
+        answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+        assert answer.stdout == "the folder /dev/null/x can't be made: Not a directory.\n", answer.stderr
+
+
 def test_a_labelled_process_loses_nothing_even_when_it_dies(tmp_path: Path) -> None:
     code = (
         "import os, sys\nfrom cputrain.launch import output\n"

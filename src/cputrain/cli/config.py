@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -31,6 +32,8 @@ def config(
         config_file.write_for_accelerate(chosen, for_accelerate)
         print(f"accelerate's configuration is in {for_accelerate}")
         return
+    if not (default or update or sys.stdin.isatty()):
+        raise ValueError("config asks questions, and standard input is no terminal: give --default, or --update.")
     chosen = config_file.read(path) if update else Config() if default else ask()
     config_file.write(chosen, path)
     print(config_file.to_text(chosen.to_mapping()), end="")

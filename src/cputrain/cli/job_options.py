@@ -9,101 +9,82 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cputrain import text_files
+
 if TYPE_CHECKING:
     from cputrain.cluster.job import Job, Volume
 
-_WHAT = "What to train"
-_SIZE = "How much of the cluster"
-_DATA = "Data and variables"
-_PLACE = "Where pods run"
 
-
-def option(text: str, *names: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, rich_help_panel=panel, metavar=metavar, show_default=True)
+def option(text: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar)
 
 
 @dataclass(frozen=True)
 class JobOptions:
     """Options as they were given. Those that a Job has under the same name are passed on as they are."""
 
-    image: Annotated[str, option("The image; `cputrain image` makes one.", "--image", panel=_WHAT)] = ""
-    name: Annotated[str | None, option("The job's name; else the script's.", "--name", panel=_WHAT)] = None
-    kind: Annotated[
-        str, option("pytorchjob, trainjob, mpijob, or auto: what the cluster has.", "--kind", panel=_WHAT)
-    ] = "pytorchjob"
+    image: Annotated[str, option("The image; `cputrain image` makes one.", "--image")] = ""
+    name: Annotated[str | None, option("The job's name; else the script's.", "--name")] = None
+    kind: Annotated[str, option("pytorchjob, trainjob, mpijob, or auto: what the cluster has.", "--kind")] = (
+        "pytorchjob"
+    )
     embed: Annotated[
         bool,
-        option(
-            "Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.",
-            "--embed-script",
-            panel=_WHAT,
-        ),
+        option("Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script"),
     ] = False
-    config: Annotated[
-        Path | None, option("A file of `cputrain config`; options win over it.", "--config-file", panel=_WHAT)
-    ] = None
-    workers: Annotated[int | None, option("Pods.", "--workers", panel=_SIZE)] = None
+    config: Annotated[Path | None, option("A file of `cputrain config`; options win over it.", "--config-file")] = None
+    workers: Annotated[int | None, option("Pods.", "--workers")] = None
     elastic: Annotated[
-        str | None, option("Fewest and most pods, of a pytorchjob.", "--elastic", panel=_SIZE, metavar="LEAST:MOST")
+        str | None, option("Fewest and most pods, of a pytorchjob.", "--elastic", metavar="LEAST:MOST")
     ] = None
-    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus", panel=_SIZE)] = "4"
-    memory: Annotated[str, option("Memory of a pod.", "--memory", panel=_SIZE)] = "16Gi"
+    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus")] = "4"
+    memory: Annotated[str, option("Memory of a pod.", "--memory")] = "16Gi"
     shared_memory: Annotated[
-        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm", panel=_SIZE)
+        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm")
     ] = None
-    processes: Annotated[
-        int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes", panel=_SIZE)
-    ] = None
-    threads: Annotated[
-        int | None, option("Threads of a process; else its share of the CPUs.", "--threads", panel=_SIZE)
-    ] = None
+    processes: Annotated[int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes")] = None
+    threads: Annotated[int | None, option("Threads of a process; else its share of the CPUs.", "--threads")] = None
     communication: Annotated[
         int | None,
         option(
-            "Cores of a process for communication; else 1 of 8 or more, with several pods.",
-            "--cores-for-communication",
-            panel=_SIZE,
+            "Cores of a process for communication; else 1 of 8 or more, with several pods.", "--cores-for-communication"
         ),
     ] = None
     max_restarts: Annotated[
-        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts", panel=_SIZE)
+        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts")
     ] = None
-    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit", panel=_SIZE)] = 3
-    mpi: Annotated[str, option("openmpi, intel or mpich, of an mpijob.", "--mpi", panel=_SIZE)] = "openmpi"
-    pvc: Annotated[
-        str | None, option("The volume claim for data, caches and the trained model.", "--pvc", panel=_DATA)
-    ] = None
-    mount: Annotated[str, option("Where pods see it.", "--mount", panel=_DATA)] = "/data"
+    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit")] = 3
+    mpi: Annotated[str, option("openmpi, intel or mpich, of an mpijob.", "--mpi")] = "openmpi"
+    pvc: Annotated[str | None, option("The volume claim for data, caches and the trained model.", "--pvc")] = None
+    mount: Annotated[str, option("Where pods see it.", "--mount")] = "/data"
     create_pvc: Annotated[
         str | None,
-        option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", panel=_DATA, metavar="SIZE"),
+        option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE"),
     ] = None
-    storage_class: Annotated[str | None, option("Its storage class.", "--storage-class", panel=_DATA)] = None
-    env: Annotated[list[str] | None, option("A variable.", "--env", panel=_DATA, metavar="NAME=VALUE")] = None
+    storage_class: Annotated[str | None, option("Its storage class.", "--storage-class")] = None
+    env: Annotated[list[str] | None, option("A variable.", "--env", metavar="NAME=VALUE")] = None
     secret_env: Annotated[
         list[str] | None,
-        option("A variable out of a Secret.", "--secret-env", panel=_DATA, metavar="NAME=SECRET/KEY"),
+        option("A variable out of a Secret.", "--secret-env", metavar="NAME=SECRET/KEY"),
     ] = None
     preload: Annotated[
-        list[str] | None, option("A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", panel=_DATA)
+        list[str] | None, option("A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", metavar="LIBRARY")
     ] = None
-    log_level: Annotated[str, option("LOGLEVEL of torch's agent.", "--log-level", panel=_DATA)] = "INFO"
-    namespace: Annotated[str | None, option("The namespace.", "--namespace", "-n", panel=_PLACE)] = None
-    context: Annotated[str | None, option("kubectl's context, for --kind auto.", "--context", panel=_PLACE)] = None
+    log_level: Annotated[str, option("LOGLEVEL of torch's agent.", "--log-level")] = "INFO"
+    namespace: Annotated[str | None, option("The namespace.", "--namespace", "-n")] = None
+    context: Annotated[str | None, option("kubectl's context, for --kind auto.", "--context")] = None
     node_selector: Annotated[
-        list[str] | None, option("Only nodes with this label.", "--node-selector", panel=_PLACE, metavar="KEY=VALUE")
+        list[str] | None, option("Only nodes with this label.", "--node-selector", metavar="KEY=VALUE")
     ] = None
     toleration: Annotated[
         list[str] | None,
-        option("A taint that doesn't keep pods away.", "--toleration", panel=_PLACE, metavar="KEY[=VALUE][:EFFECT]"),
+        option("A taint that doesn't keep pods away.", "--toleration", metavar="KEY[=VALUE][:EFFECT]"),
     ] = None
-    priority_class: Annotated[str | None, option("The priority class.", "--priority-class", panel=_PLACE)] = None
-    service_account: Annotated[str | None, option("The service account.", "--service-account", panel=_PLACE)] = None
-    pull_secrets: Annotated[list[str] | None, option("An image pull secret.", "--pull-secret", panel=_PLACE)] = None
-    pull_policy: Annotated[str, option("Always, IfNotPresent or Never.", "--pull-policy", panel=_PLACE)] = (
-        "IfNotPresent"
-    )
-    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user", panel=_PLACE)] = 1000
+    priority_class: Annotated[str | None, option("The priority class.", "--priority-class")] = None
+    service_account: Annotated[str | None, option("The service account.", "--service-account")] = None
+    pull_secrets: Annotated[list[str] | None, option("An image pull secret.", "--pull-secret", metavar="NAME")] = None
+    pull_policy: Annotated[str, option("Always, IfNotPresent or Never.", "--pull-policy")] = "IfNotPresent"
+    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user")] = 1000
 
     def job(self, script: str, arguments: list[str]) -> Job:
         """The checked job; with `--kind auto` the cluster is asked."""
@@ -134,7 +115,7 @@ class JobOptions:
             "pull_secrets": tuple(self.pull_secrets or ()),
             "node_selector": options.assignments(self.node_selector or (), "--node-selector"),
             "tolerations": options.tolerations(self.toleration or ()),
-            "script_text": _script_text(script) if self.embed else None,
+            "script_text": text_files.read(Path(script)) if self.embed else None,
             "rendezvous": uuid4().hex[:8],
         }
         return Job(script=script, arguments=tuple(arguments), **{**same, **made})
@@ -185,9 +166,3 @@ def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
         value = getattr(config, name)
         words += [f"--{name}", value] if value != getattr(Config, name) else []
     return {**found, "launch_options": tuple(words)}
-
-
-def _script_text(script: str) -> str:
-    from cputrain.cluster.manifest_reader import read_text
-
-    return read_text(Path(script))

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
+from cputrain import text_files
 from cputrain.cli.job_options import JobOptions, option
 from cputrain.cli.option_fields import with_fields
 
@@ -21,12 +22,10 @@ app = typer.Typer(
 @app.command(context_settings={"allow_interspersed_args": False})
 @with_fields
 def render(
-    script: Annotated[str, typer.Argument(help="The script, as the image has it.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as the image has it.")],
     options: JobOptions,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
-    out: Annotated[
-        Path | None, option("Write there instead of to standard output.", "--out", "-o", panel="Output")
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
+    out: Annotated[Path | None, option("Write there instead of to standard output.", "--out", "-o")] = None,
 ) -> None:
     """Write the manifests of a job: what stands after the options is the script and its arguments."""
     _write(options.job(script, arguments or []), out)
@@ -45,10 +44,7 @@ def _write(job: Any, out: Path | None) -> None:
     if job.volume and job.volume.size:
         files[out.with_name(f"{out.stem}-volume{out.suffix or '.yaml'}")] = manifests.volume_text(job)
     for path, content in files.items():
-        try:
-            path.write_text(content)
-        except OSError as error:
-            raise ValueError(f"{path} can't be written: {error.strerror}.") from None
+        text_files.write(path, content)
     print(f"Written: {' and '.join(map(str, files))}. Next: cputrain k8s submit {' '.join(map(str, reversed(files)))}")
 
 
@@ -82,11 +78,9 @@ def check(
 
 
 def text_of(file: Path) -> str:
-    from cputrain.cluster.manifest_reader import read_text
-
     if str(file) == "-":
         try:
             return sys.stdin.buffer.read().decode()
         except UnicodeDecodeError:
             raise ValueError("standard input is not UTF-8 text.") from None
-    return read_text(file)
+    return text_files.read(file)

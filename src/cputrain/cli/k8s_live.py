@@ -38,7 +38,7 @@ def submit(
     ctx: typer.Context,
     options: JobOptions,
     words: Annotated[list[str], typer.Argument(help="Manifests (- is standard input), or -- SCRIPT ARGUMENTS.")],
-    wait: Annotated[bool, option("Follow the job until it ends.", "--wait", panel="Output")] = False,
+    wait: Annotated[bool, option("Follow the job until it ends.", "--wait")] = False,
 ) -> None:
     """Check manifests, show what will be created, and create it: all of it or nothing.
 

@@ -31,8 +31,8 @@ def _spellings(*names: str) -> dict[str, None]:
 
 
 def launch(
-    script: Annotated[str, typer.Argument(help="The script to run, or with -m the module.")],
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run, or with -m the module.")],
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
     config: Annotated[Path | None, _option("config_file", "A configuration file; else the default one.")] = None,
     num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n")] = None,
     ppn: Annotated[int | None, _option("ppn", "Processes on each machine.")] = None,
@@ -44,7 +44,10 @@ def launch(
     main_process_ip: Annotated[str | None, _option("main_process_ip", "The address of rank 0.")] = None,
     main_process_port: Annotated[int | None, _option("main_process_port", "The port of rank 0.")] = None,
     engine: Annotated[str | None, _option("engine", "auto, local, mpi or torchrun.")] = None,
-    env: Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for every rank; may be repeated.")] = None,
+    env: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="A variable for every rank; may be repeated."),
+    ] = None,
     cores: Annotated[
         int | None, _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl")
     ] = None,
@@ -98,7 +101,8 @@ def launch(
     added, warnings = environment.of_training(chosen.config, os.environ, threads)
     for warning in warnings:
         logger.warning(warning)
-    added |= {name: value for name, value in ((settings.DTYPE, dtype), (settings.PADDING, padding)) if value}
+    for name, value, option in ((settings.DTYPE, dtype, "--dtype"), (settings.PADDING, padding, "--padding")):
+        added |= {name: settings.checked(name, value, option)} if value is not None else {}
     program = (*(["-m"] if module else []), script, *(arguments or []))
     task = plan.Task(program, os.getcwd(), added, os.environ, sys.stderr.isatty())
     sys.exit(_launched(chosen, task, mpirun, dry))

@@ -92,8 +92,7 @@ def _read(arguments: list[str]) -> Target:
             raise ValueError(f"{name} needs a value.")
         if name not in _OPTIONS:
             return Target(name, rest[0], rest[1:])
-        os.environ[_OPTIONS[name]] = rest.pop(0)
-        settings.check()
+        os.environ[_OPTIONS[name]] = settings.checked(_OPTIONS[name], rest.pop(0), name)
     if not rest:
         raise ValueError("run needs a script: cputrain run [OPTIONS] SCRIPT [ARGS]...")
     settings.check()

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from cputrain import text_files
 from cputrain.cli.option_fields import with_fields
 
 app = typer.Typer(
@@ -43,16 +44,17 @@ class SlurmOptions:
         bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when a node fails or time is up.")
     ] = True
     resume: Annotated[
-        list[str] | None, typer.Option("--resume-argument", help="A word for the script when the job comes back.")
+        list[str] | None,
+        typer.Option("--resume-argument", metavar="WORD", help="A word for the script when the job comes back."),
     ] = None
 
 
 @app.command(context_settings={"allow_interspersed_args": False})
 @with_fields
 def render(
-    script: Annotated[str, typer.Argument(help="The script, as the nodes see it.")],
+    script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as the nodes see it.")],
     options: SlurmOptions,
-    arguments: Annotated[list[str] | None, typer.Argument(help="Its arguments.")] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there, not to standard output.")] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
@@ -69,10 +71,7 @@ def render(
     if out is None:
         print(text, end="")
         return
-    try:
-        out.write_text(text)
-    except OSError as error:
-        raise ValueError(f"{out} can't be written: {error.strerror}.") from None
+    text_files.write(out, text)
     print(f"Written: {out}. Next: cputrain slurm submit {out}")
 
 

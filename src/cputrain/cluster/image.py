@@ -9,6 +9,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain import text_files
 from cputrain.cluster import names
 
 BUILDERS = ("docker", "podman", "buildah")
@@ -140,7 +141,11 @@ def find_builder() -> str | None:
 
 def _answers(builder: str) -> bool:
     quiet = subprocess.DEVNULL
-    return not subprocess.run([builder, "info"], stdin=quiet, stdout=quiet, stderr=quiet, check=False).returncode
+    try:
+        answer = subprocess.run([builder, "info"], stdin=quiet, stdout=quiet, stderr=quiet, check=False, timeout=30)
+    except subprocess.TimeoutExpired:
+        return False
+    return answer.returncode == 0
 
 
 def write(image: Image, folder: Path) -> list[Path]:
@@ -149,13 +154,10 @@ def write(image: Image, folder: Path) -> list[Path]:
     if missing:
         raise ValueError(f"{folder / missing[0]} can't be read: there is no such file.")
     target = folder / "Dockerfile"
-    try:
-        if target.exists() and not target.read_text(errors="replace").startswith("# Made by `cputrain image`."):
-            raise ValueError(f"{target} exists and isn't cputrain's: move it, or choose another --folder.")
-        (folder / ".dockerignore").write_text(dockerignore(image))
-        target.write_text(dockerfile(image))
-    except OSError as error:
-        raise ValueError(f"{target} can't be written: {error.strerror}.") from None
+    if target.exists() and not text_files.read(target).startswith("# Made by `cputrain image`."):
+        raise ValueError(f"{target} exists and isn't cputrain's: move it, or choose another --folder.")
+    text_files.write(folder / ".dockerignore", dockerignore(image))
+    text_files.write(target, dockerfile(image))
     return [target, folder / ".dockerignore"]
 
 

@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from io import StringIO
-from pathlib import Path
 from typing import Any
 
 Where = tuple["str | int", ...]
@@ -40,16 +39,6 @@ class Document:
         while where not in self.lines and where:
             where = where[:-1]
         return self.lines.get(where, 1)
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_bytes().decode()
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
 
 
 def parse(text: str) -> list[Document]:

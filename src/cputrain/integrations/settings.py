@@ -25,15 +25,20 @@ if TYPE_CHECKING:
 
 # A configuration's `ipex: false`. Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
+_KNOWN = {DTYPE: DTYPES, PADDING: PADDINGS, GRADIENTS: COMPRESSIONS, BALANCE: BALANCES, IPEX: TRUTHS}
 
 
 def check() -> None:
     """Refuses misspelt settings at once, rather than when the model is there."""
-    _one_of(DTYPE, DTYPES)
-    _one_of(PADDING, PADDINGS)
-    _one_of(GRADIENTS, COMPRESSIONS)
-    _one_of(BALANCE, BALANCES)
-    _one_of(IPEX, TRUTHS)
+    for name, known in _KNOWN.items():
+        _one_of(name, known)
+
+
+def checked(name: str, value: str, option: str) -> str:
+    """What `option` says about the variable `name`; a misspelt value is refused."""
+    if value not in _KNOWN[name]:
+        raise Refused(f"{option} must be one of {', '.join(_KNOWN[name])}, found {value!r}.")
+    return value
 
 
 def is_off() -> bool:

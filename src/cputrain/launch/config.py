@@ -148,7 +148,10 @@ def _check_together(config: Config) -> None:
     if config.hostfile:  # it says how many machines there are
         return
     if processes % machines:
-        raise ConfigError("num_processes", f"{processes} processes can't be shared evenly by {machines} machines.")
+        raise ConfigError(
+            "num_processes",
+            f"{machines} machines can't share {processes} process{'es' if processes > 1 else ''} evenly.",
+        )
     if config.machine_rank >= machines:
         raise ConfigError(
             "machine_rank",

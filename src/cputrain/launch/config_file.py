@@ -9,6 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cputrain import text_files
 from cputrain.launch.config import OURS, Config, ConfigError
 
 if TYPE_CHECKING:
@@ -54,14 +55,7 @@ def read_default(environ: Mapping[str, str] = os.environ) -> tuple[Config, str]:
 
 
 def read(path: str | Path) -> Config:
-    try:
-        text = Path(path).read_bytes().decode()
-    except OSError as error:
-        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
-    except UnicodeDecodeError as error:
-        line = error.object[: error.start].count(b"\n") + 1
-        raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
-    return parse(text, str(path))
+    return parse(text_files.read(Path(path)), str(path))
 
 
 def parse(text: str, path: str) -> Config:
@@ -95,15 +89,18 @@ def says(path: str, key: str) -> bool:
 
 
 def write(config: Config, path: Path) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(to_text(config.to_mapping()))
+    _write(config.to_mapping(), path)
 
 
 def write_for_accelerate(config: Config, path: Path) -> None:
     """Without ipex_config, which accelerate refuses since 1.13, and without keys of ours."""
-    path.parent.mkdir(parents=True, exist_ok=True)
     ours = ("ipex_config", *OURS)
-    path.write_text(to_text({key: value for key, value in config.to_mapping().items() if key not in ours}))
+    _write({key: value for key, value in config.to_mapping().items() if key not in ours}, path)
+
+
+def _write(values: Mapping[str, object], path: Path) -> None:
+    text_files.make_folder(path.parent)
+    text_files.write(path, to_text(values))
 
 
 def to_text(values: Mapping[str, object]) -> str:

@@ -33,8 +33,9 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         processes.guard(environ)
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
-    unlabel = output.label(place.rank if place else 0, folder or None, bars == "1") if labels else None
+    unlabel = None
     try:
+        unlabel = output.label(place.rank if place else 0, folder or None, bars == "1") if labels else None
         _check_size(place, environ)
         exchange = _meet(place, environ) if place else None
     except ValueError:
@@ -192,9 +193,9 @@ def _mask_is_shared(machine: hardware.Hardware, others: int) -> bool:
         return True
     import psutil
 
-    parents = psutil.Process().parents()
-    launcher = next((parent for parent in parents if parent.name() in _LAUNCHERS), parents[0] if parents else None)
     try:
+        parents = psutil.Process().parents()
+        launcher = next((parent for parent in parents if parent.name() in _LAUNCHERS), parents[0] if parents else None)
         return launcher is None or set(launcher.cpu_affinity()) == own
     except psutil.Error:
         return False

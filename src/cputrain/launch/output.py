@@ -14,6 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
+from cputrain import text_files
+
 _MOST = 1 << 16
 # tqdm's bar, to its closing bracket: others write behind it without a new line.
 _BAR = re.compile(rb"[^\r\n]*\d+(?:/\d+)? \[[^\]\r\n]*\]")
@@ -37,10 +39,10 @@ class Output:
         self._said: dict[bytes, int] = {}  # our own messages, and which rank said it first
         self._wake_read, self._wake_write = os.pipe()
         self._selector.register(self._wake_read, selectors.EVENT_READ, None)
+        if self._folder:
+            text_files.make_folder(self._folder)
         self._thread = threading.Thread(target=self._copy, daemon=True)
         self._thread.start()
-        if self._folder:
-            self._folder.mkdir(parents=True, exist_ok=True)
 
     def pipe(self, rank: int, stream: BinaryIO) -> str:
         """A path that a rank's stdout or stderr can be opened at."""
@@ -167,13 +169,18 @@ def label(rank: int, folder: str | None, bars: bool) -> Callable[[], None]:
     A child process copies, so that the last words of a rank that crashes come through; it ends when nobody can write
     any more, or soon after the rank itself. The function that is returned waits for it.
     """
+    if folder:
+        text_files.make_folder(Path(folder))  # a sentence about it is this process's, not the child's
     sys.stdout.flush()
     sys.stderr.flush()
     pipes = [os.pipe(), os.pipe()]
     rank_process = os.getpid()
     copier = os.fork()
     if copier == 0:
-        _copy_for(rank_process, rank, folder, bars, [read for read, _ in pipes])
+        try:
+            _copy_for(rank_process, rank, folder, bars, [read for read, _ in pipes])
+        finally:
+            os._exit(1)  # whatever happens: it must never come back as a second rank
     originals = [os.dup(1), os.dup(2)]
     for (read, write), standard in zip(pipes, (1, 2), strict=True):
         os.close(read)

@@ -38,23 +38,29 @@ def guard(environ: MutableMapping[str, str]) -> None:
     environ[_MARK] = mark = secrets.token_hex(8)
     guarded = os.getpid()
     if os.fork() == 0:
-        os.setsid()
-        os.closerange(0, 65_536)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
-        _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGUSR1)
-        if os.getppid() == guarded:
-            signal.sigwait({signal.SIGUSR1})
-        asked: set[int] = set()
-        limit = time.monotonic() + _LATE_SECONDS
-        while time.monotonic() < limit:
-            new = set(marked(_MARK, mark)) - asked  # the guard itself was started without the mark
-            for pid in new:
-                send(pid, signal.SIGTERM)
-            asked |= new
-            time.sleep(_LATE_SECONDS / 4)
-        for pid in marked(_MARK, mark):
-            send(pid, signal.SIGKILL)
-        os._exit(0)
+        try:
+            _outlive(guarded, mark)
+        finally:
+            os._exit(0)  # whatever happens: it must never come back as a second rank
+
+
+def _outlive(guarded: int, mark: str) -> None:
+    os.setsid()
+    os.closerange(0, 65_536)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1})
+    _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGUSR1)
+    if os.getppid() == guarded:
+        signal.sigwait({signal.SIGUSR1})
+    asked: set[int] = set()
+    limit = time.monotonic() + _LATE_SECONDS
+    while time.monotonic() < limit:
+        new = set(marked(_MARK, mark)) - asked  # the guard itself was started without the mark
+        for pid in new:
+            send(pid, signal.SIGTERM)
+        asked |= new
+        time.sleep(_LATE_SECONDS / 4)
+    for pid in marked(_MARK, mark):
+        send(pid, signal.SIGKILL)
 
 
 def marked(name: str, value: str) -> list[int]:
@@ -99,7 +105,8 @@ def _lives(process: object) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
+    """Unless it is gone, or has become somebody else's."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
 

@@ -1,0 +1,30 @@
+"""Text files of users: whatever keeps one from being read or written is a sentence that names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+
+def read(path: Path) -> str:
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise ValueError(f"{path} can't be read: {error.strerror}.") from None
+    except UnicodeDecodeError as error:
+        line = error.object[: error.start].count(b"\n") + 1
+        raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
+
+
+def write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text)
+    except OSError as error:
+        raise ValueError(f"{path} can't be written: {error.strerror}.") from None
+
+
+def make_folder(path: Path) -> None:
+    """With those around it, as far as they are missing."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"the folder {path} can't be made: {error.strerror}.") from None
