@@ -169,9 +169,7 @@ def report(tables: dict[str, list[dict[str, str]]], arguments: argparse.Namespac
         "batch, padded to": f"{arguments.batch} x {arguments.length}",
     }
     if not arguments.no_speed:
-        settings["speed"] = (
-            f"{arguments.runs} runs of {arguments.steps} steps each, first step included by Trainer"
-        )
+        settings["speed"] = f"{arguments.runs} runs of {arguments.steps} steps each, first step included by Trainer"
     if arguments.f1:
         settings["F1"] = (
             f"{arguments.questions} questions, {arguments.dev_questions} dev questions, no dropout, "
@@ -181,8 +179,8 @@ def report(tables: dict[str, list[dict[str, str]]], arguments: argparse.Namespac
     return (
         "# run_qa.py on Trainer: `python` against `cputrain run`\n\n"
         f"    python benchmarks/trainer_run.py {' '.join(sys.argv[1:])}\n\n"
-        "Questions drawn from all of SQuAD v1.1, all-MiniLM-L6-v2, the same script and flags but for --bf16. Speeds are Trainer's own; the\n"
-        f"ratio is the median over neighbouring runs.\n\n{ABOUT_THE_MODEL}\n\n"
+        "Questions drawn from all of SQuAD v1.1, all-MiniLM-L6-v2, the same script and flags but for --bf16.\n"
+        f"Speeds are Trainer's own; the ratio is the median over neighbouring runs.\n\n{ABOUT_THE_MODEL}\n\n"
         + "\n".join(parts)
         + "\n"
         + facts_table(description() | settings)
