@@ -10,8 +10,11 @@ from cputrain.ops.gradient import fp32_backward
 
 
 def draw_key() -> int:
-    """64 random bits from torch's default CPU generator: `manual_seed`, `fork_rng`, checkpointing reproduce them."""
-    return int(torch.empty((), dtype=torch.int64).random_(-(2**63), None).item()) & (2**64 - 1)
+    """63 random bits from torch's default CPU generator: `manual_seed`, `fork_rng`, checkpointing reproduce them.
+
+    Not 64: torch's profiler stops at an operator's argument that is no signed 64-bit number.
+    """
+    return int(torch.empty((), dtype=torch.int64).random_().item())
 
 
 def dropout(x: Tensor, p: float) -> Tensor:
