@@ -34,6 +34,9 @@ CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float
 
 // grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column
 // sums of grad_h. bias and grad_bias or null, both. grad_h may be grad.
+// bf16 of x + bias; bias or null.
+CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
+                                           int64_t rows, int64_t cols);
 CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16,
                                                  const float* bias, float* grad_h, float* value,
                                                  float* grad_bias, int64_t rows, int64_t cols,
@@ -132,7 +135,7 @@ struct AttentionProblem {
   const int64_t *starts, *lengths;  // of the sequences, in tokens
   const int64_t* order;             // the sequences' numbers, longest first
   int64_t sequences, total, heads, kv_heads, size, causal;
-  int64_t bf16;  // q, k, v and out are bf16; in the backward pass only
+  int64_t bf16;  // q, k and v are bf16; in the backward pass out is, too
   float scale, p;
   uint64_t key;
 };

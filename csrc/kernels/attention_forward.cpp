@@ -109,6 +109,7 @@ struct Workspace {
   float *queries, *sums, *scores;
 };
 
+template <class T>
 void query_tile(const AttentionProblem& problem, const Head& head, const Keys& keys,
                 int64_t first_query, const Workspace& work) {
   const int64_t queries = least(kQueryTile, head.length - first_query),
@@ -116,7 +117,7 @@ void query_tile(const AttentionProblem& problem, const Head& head, const Keys& k
   const int64_t end = head.causal ? first_query + queries : head.length;
   Progress progress;
   start(head, first_query, queries, progress);
-  pack_rows(head_rows(problem.q, head.start + first_query, head.number), problem.q.token_stride,
+  pack_rows(head_rows<T>(problem.q, head.start + first_query, head.number), problem.q.token_stride,
             queries, problem.size, problem.scale * kLog2e, work.queries, keys.stride);
   memset(work.sums, 0, queries * keys.stride * sizeof(float));
   for (int64_t first_key = 0; first_key < end; first_key += kKeyTile) {
@@ -137,6 +138,7 @@ void query_tile(const AttentionProblem& problem, const Head& head, const Keys& k
 }
 
 // One sequence and key/value head, one part of `parts` of its tiles of queries.
+template <class T>
 void attend(const AttentionProblem& problem, int64_t sequence, int64_t kv_head, int64_t part,
             int64_t parts, float* scratch, int64_t max_length) {
   const int64_t stride = spread_stride(problem.size), group = problem.heads / problem.kv_heads;
@@ -149,14 +151,14 @@ void attend(const AttentionProblem& problem, int64_t sequence, int64_t kv_head, 
   work.queries = keys.values + max_length * stride;
   work.sums = work.queries + kQueryTile * stride;
   work.scores = work.sums + kQueryTile * stride;
-  pack_transposed(head_rows(problem.k, start, kv_head), problem.k.token_stride, length,
+  pack_transposed(head_rows<T>(problem.k, start, kv_head), problem.k.token_stride, length,
                   problem.size, keys.transposed);
-  pack_rows(head_rows(problem.v, start, kv_head), problem.v.token_stride, length, problem.size, 1.f,
-            keys.values, stride);
+  pack_rows(head_rows<T>(problem.v, start, kv_head), problem.v.token_stride, length, problem.size,
+            1.f, keys.values, stride);
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
     const Head head = head_of(problem, sequence, h);
     for (int64_t tile = from; tile < to; tile++)
-      query_tile(problem, head, keys, tile * kQueryTile, work);
+      query_tile<T>(problem, head, keys, tile * kQueryTile, work);
   }
 }
 
@@ -171,10 +173,11 @@ void KERNEL(attention_forward)(const AttentionProblem* problem) {
   // again): four tasks a thread even out. A row's result doesn't depend on its part.
   const int64_t wanted = 4 * omp_get_max_threads(),
                 parts = pairs >= wanted || !pairs ? 1 : (wanted + pairs - 1) / pairs;
+  const auto attend_part = problem->bf16 ? attend<Bf16> : attend<float>;
 #pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
   for (int64_t task = 0; task < pairs * parts; task++) {
     const int64_t pair = task / parts;
-    attend(*problem, problem->order[pair / problem->kv_heads], pair % problem->kv_heads,
-           task % parts, parts, thread_scratch(floats), max_length);
+    attend_part(*problem, problem->order[pair / problem->kv_heads], pair % problem->kv_heads,
+                task % parts, parts, thread_scratch(floats), max_length);
   }
 }

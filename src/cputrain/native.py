@@ -31,6 +31,7 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
 SIGNATURES = {
     "activation": "pppp" + "iii",
     "activation_backward": "ppipppp" + "iii",
+    "round_to_bf16": "ppp" + "ii",
     "attention_forward": "p",
     "attention_backward": "pp",
     "adam": "ipppppp" + "ddddd" + "i",

@@ -31,10 +31,14 @@ def test_error_is_below_that_of_stock_autocast(isa, name, padding):
     assert distance(ours, exact) <= distance(in_bf16(model, batch), stock)
 
 
-def test_the_forward_is_that_of_fp32():
+def test_the_forward_rounds_attention_alone():
+    """Its error is a fraction of stock's, which rounds everywhere."""
     model, batch = tiny("bert")
-    expected = cputrain.optimize(copy.deepcopy(model), dtype="fp32")(**batch).loss
-    assert torch.equal(cputrain.optimize(model, dtype="bf16")(**batch).loss, expected)
+    exact = model(**batch).start_logits
+    ours = cputrain.optimize(copy.deepcopy(model), dtype="bf16")(**batch).start_logits
+    with torch.autocast("cpu", torch.bfloat16):
+        stock = model(**batch).start_logits.float()
+    assert (ours - exact).norm() < (stock - exact).norm() / 4
 
 
 def _held(model, batch):

@@ -22,7 +22,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from cputrain import native
 from cputrain.ops import matmul, workspace
+from cputrain.ops.operands import address, rows_and_cols
 
 logger = logging.getLogger("cputrain")
 
@@ -148,6 +150,13 @@ def note_kept(source: Tensor, kept: Tensor) -> None:
     if source.is_contiguous() and not source.is_inference():
         _last.source = source.detach()  # not `source` itself, which will hold the graph
         _last.version, _last.kept = source._version, kept
+
+
+def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:
+    """bf16 of x + bias, in one pass."""
+    out = torch.empty_like(x_TO, dtype=torch.bfloat16)
+    native.kernels().round_to_bf16(address(x_TO), address(bias_O), address(out), *rows_and_cols(x_TO))
+    return out
 
 
 def kept_as_float(kept: Tensor) -> Tensor:

@@ -146,9 +146,12 @@ def attention_forward(
     key: int,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd."""
-    new = q.new_zeros if sequences.padded else q.new_empty  # q's dtype, whatever torch's default is
-    out, lse = new(q.shape), new((q.shape[1], sequences.total))
+    """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd.
+
+    q, k and v may be bfloat16, all of them; the output is float32.
+    """
+    new = torch.zeros if sequences.padded else torch.empty
+    out, lse = (new(shape, dtype=torch.float32) for shape in (q.shape, (q.shape[1], sequences.total)))
     problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
     native.kernels().attention_forward(ctypes.addressof(problem))
     return out, lse

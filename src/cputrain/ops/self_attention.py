@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from cputrain.ops import workspace
-from cputrain.ops.arithmetic import FP32, Arithmetic
+from cputrain.ops.arithmetic import FP32, Arithmetic, rounded
 from cputrain.ops.attention import Sequences, attention_backward, attention_forward, split_packed
 from cputrain.ops.attention import plain as attention_plain
 from cputrain.ops.dropout import draw_key
@@ -28,10 +28,15 @@ class _SelfAttention(torch.autograd.Function):
         ctx.call = arithmetic.begin()
         bias = None if biases[0] is None else torch.cat(biases)
         need_weights = any(ctx.needs_input_grad[8:11])
-        qkv, kept = forward_product(x_TI, torch.cat(weights), bias, ctx.call, keep=need_weights, passing="qkv")
+        in_bf16 = ctx.call.storage is torch.bfloat16
+        qkv, kept = forward_product(
+            x_TI, torch.cat(weights), None if in_bf16 else bias, ctx.call, keep=need_weights, passing="qkv"
+        )
+        if in_bf16:  # now, not after the attention: the backward must find the log-sum-exp of what it reads
+            qkv = rounded(qkv, bias)
         ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
         out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key)
-        ctx.save_for_backward(kept, ctx.call.keep(qkv), ctx.call.keep(out), lse, *weights)
+        ctx.save_for_backward(kept, qkv, ctx.call.keep(out), lse, *weights)
         return out.flatten(1)
 
     @staticmethod

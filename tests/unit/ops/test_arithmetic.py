@@ -1,4 +1,5 @@
-"""The look at a sample of int16 products: it stays quiet on ordinary numbers, and finds a layer that int16 spoils."""
+"""The look at a sample of int16 products, which stays quiet on ordinary numbers and finds a layer that int16 spoils;
+and what is kept in bf16."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from cputrain.ops import arithmetic as module
-from cputrain.ops.arithmetic import Arithmetic, sampled_error
+from cputrain.ops.arithmetic import Arithmetic, rounded, sampled_error
 from cputrain.ops.linear import linear
 
 
@@ -110,3 +111,13 @@ def test_keeping_holds_no_graph():
     y = (x * 2).contiguous()
     Arithmetic("bf16").begin().keep(y)
     assert module._last.source is not None and module._last.source.grad_fn is None
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (7, 63), (65, 65), (300, 130), (0, 8), (3, 0)])
+def test_rounded_with_its_bias(isa, threads, shape):
+    x, bias = torch.randn(shape), torch.randn(shape[1])
+    if x.numel() > 10:
+        x.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-40])
+    for given in (None, bias):
+        expected = (x if given is None else x + given).bfloat16()
+        torch.testing.assert_close(rounded(x, given), expected, rtol=0, atol=0, equal_nan=True)

@@ -154,6 +154,17 @@ def test_padding_is_zero(isa, threads):
         assert x[outside].eq(0).all() and x[~outside].ne(0).any()
 
 
+def test_output_from_bf16_is_that_of_the_rounded_inputs(isa, threads):
+    sequences = Sequences(torch.tensor([0, 80]), torch.tensor([77, 130]), 215)
+    for size in (1, 8, 20, 33, 64):
+        inputs = [torch.randn(215, heads, 2 * size)[..., :size].bfloat16() for heads in (4, 2, 2)]
+        ours = module.attention_forward(*inputs, sequences, 0.3, True, 0.1, 7)
+        expected = module.attention_forward(*(x.float() for x in inputs), sequences, 0.3, True, 0.1, 7)
+        for a, b in zip(ours, expected, strict=True):
+            assert a.dtype == torch.float32
+            assert torch.equal(a, b)
+
+
 def test_gradients_from_bf16_are_those_of_the_rounded_inputs(isa, threads):
     """The backward reads what was kept as bf16 as it would read the same numbers as floats."""
     sequences = Sequences.from_lengths([77, 130, 5, 1])

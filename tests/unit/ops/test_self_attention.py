@@ -59,7 +59,7 @@ def test_dropout_is_that_of_its_key(isa, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [
-    ("int16", 1e-3, 2e-3), ("bf16", 1e-6, 2e-2), ("native_bf16", 2e-2, 3e-2),
+    ("int16", 1e-3, 2e-3), ("bf16", 5e-3, 1e-2), ("native_bf16", 2e-2, 3e-2),
 ])  # fmt: skip
 def test_low_precision(isa, kind, forward, backward):
     sequences = Sequences.from_lengths([65, 33])
@@ -69,6 +69,19 @@ def test_low_precision(isa, kind, forward, backward):
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
     del errors[6]  # the key's bias
     assert errors[0] < forward and max(errors[1:]) < backward
+
+
+def test_bf16_gradients_are_those_of_what_the_forward_computed(isa):
+    """With scores this sharp, probabilities from rounded scores and an exact log-sum-exp would not add up to one."""
+    sequences = Sequences.from_lengths([65, 33])
+    inputs, grad = _inputs(98, 64, 64, True), torch.randn(98, 64)
+    exact = _run(plain, inputs, grad, torch.float64, sequences, heads=4, scale=2.0)
+    ours = _run(
+        self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=2.0, arithmetic=Arithmetic("bf16")
+    )
+    torch.testing.assert_close(
+        ours[7], exact[7].float(), rtol=1e-4, atol=1e-4
+    )  # of the value's bias: sums of whole rows
 
 
 def test_two_calls_do_not_disturb_each_other():

@@ -1,0 +1,22 @@
+// A product's result as it is kept in bf16, its bias added on the way.
+#include "api.h"
+#include "columns.h"
+
+namespace {
+
+template <bool kBias>
+void round_row(const float* x, const float* bias, Bf16* out, int64_t cols) {
+  for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
+    const Vec v = part.load(x + c);
+    part.store(out + c, kBias ? v + part.load(bias + c) : v);
+  });
+}
+
+}  // namespace
+
+void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out, int64_t rows,
+                           int64_t cols) {
+  const auto round = bias ? round_row<true> : round_row<false>;
+#pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
+  for (int64_t r = 0; r < rows; r++) round(x + r * cols, bias, (Bf16*)out + r * cols, cols);
+}
