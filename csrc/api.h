@@ -200,7 +200,7 @@ enum CclWay { kCclReduceAll, kCclReduceScatter, kCclPublish, kCclExchange };
 // that the culprit entered.
 struct CclStatus {
   int64_t kind, culprit, reporter;
-  int64_t sequence, operation, dtype, root, bytes;
+  int64_t sequence, operation, dtype, root, bytes, reduction;
 };
 // One rank's side of a group; the caller owns it, calls change round and sequence.
 struct CclGroup {

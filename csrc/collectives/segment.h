@@ -90,7 +90,7 @@ class Member {
  public:
   Member(CclGroup* group, CclStatus* status, int64_t timeout_ns)
       : group_(group), status_(status), layout_{group->ranks}, timeout_ns_(timeout_ns) {
-    *status = {kCclDone, -1, group->rank, 0, 0, 0, 0, 0};
+    *status = {kCclDone, -1, group->rank, 0, 0, 0, 0, 0, 0};
   }
 
   int64_t rank() const { return group_->rank; }
@@ -196,6 +196,7 @@ class Member {
       status_->dtype = header.dtype;
       status_->root = header.root;
       status_->bytes = header.bytes;
+      status_->reduction = header.reduction;
     }
     uint32_t none = 0;
     Preamble* shared = preamble();

@@ -128,6 +128,14 @@ def sizes_differ(rank: int, place: Path) -> None:
     dist.all_reduce(torch.ones(10 + rank))
 
 
+def the_last_size_differs(rank: int, place: Path) -> None:
+    dist.all_reduce(torch.ones(10 + (rank == dist.get_world_size() - 1)))
+
+
+def reductions_differ(rank: int, place: Path) -> None:
+    dist.all_reduce(torch.ones(10), op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
+
+
 def dtypes_differ(rank: int, place: Path) -> None:
     dist.all_reduce(torch.ones(10, dtype=torch.float32 if rank else torch.int32))
 

@@ -9,7 +9,7 @@ import pytest
 
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import Peer
-from cputrain.distributed.monitor import _IN_COLLECTIVE, Monitor
+from cputrain.distributed.monitor import _DIFFERS, _IN_COLLECTIVE, Monitor
 
 EVERYBODY = [Peer(rank, rank, f"box{rank}", 100 + rank) for rank in range(3)]
 
@@ -27,10 +27,17 @@ def test_nobody_is_blamed_if_nobody_is_known(kind: int) -> None:
     assert "box1" in str(error(kind, 1))
 
 
-def monitor_of(connection: socket.socket) -> tuple[Monitor, list[int]]:
+def test_a_difference_elsewhere_is_no_death() -> None:
+    for culprit, who in ((1, "box1"), (failures.nobody(EVERYBODY), "ranks of another machine")):
+        found = error(native_calls.MISMATCH, culprit)
+        assert isinstance(found, failures.CollectivesDiffer) and who in str(found)
+
+
+def monitor_of(connection: socket.socket) -> tuple[Monitor, list[tuple[int, int]]]:
     """Rank 0's, with one peer, and what it has told."""
     monitor, told = Monitor.__new__(Monitor), []
-    monitor.rank, monitor.dead, monitor._tell, monitor._closing = 0, -1, told.append, False
+    monitor.rank, monitor.dead, monitor.differing, monitor._closing = 0, -1, -1, False
+    monitor._tell = lambda *what: told.append(what)
     monitor._connections, monitor.left, monitor._progress = {1: connection}, {}, {0: 0, 1: 0}
     return monitor, told
 
@@ -44,4 +51,14 @@ def test_a_peer_that_dies_in_the_middle_of_a_message_is_dead() -> None:
         theirs.sendall(struct.pack("ii", _IN_COLLECTIVE, 1))
         theirs.close()
         assert not monitor._listen(1)
-    assert told == [1] and monitor.dead == 1
+    assert told == [(native_calls.DIED, 1)] and monitor.dead == 1
+
+
+def test_a_difference_is_told_once_and_before_the_death_that_follows_it() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monitor, told = monitor_of(ours)
+        theirs.sendall(2 * struct.pack("ii", _DIFFERS, 1))
+        theirs.close()
+        assert monitor._listen(1) and monitor._listen(1) and not monitor._listen(1)
+    assert told == [(native_calls.MISMATCH, 1), (native_calls.DIED, 1)]

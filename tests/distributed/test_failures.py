@@ -16,6 +16,7 @@ RUNS: dict[str, tuple[list[str], int, float, str]] = {
     "two": (
         [
             *("collectives_differ", "sizes_differ", "dtypes_differ", "roots_differ", "parts_differ"),
+            "reductions_differ",
             *("message_sizes_differ", "a_rank_raises", "a_rank_is_stopped", "waits_ten_seconds", "interrupted"),
             "a_rank_is_killed",
         ],
@@ -27,7 +28,7 @@ RUNS: dict[str, tuple[list[str], int, float, str]] = {
     "three, impatient": (["a_rank_is_late"], 3, 2, ""),
     "three, messages": (["a_rank_is_killed_while_others_wait_for_a_message"], 3, 60, ""),
     "two machines": (["sizes_differ", "parts_differ", "a_rank_is_stopped", "a_rank_is_killed"], 2, 60, "0;1"),
-    "one and two": (["a_rank_is_killed"], 3, 60, "0;1,2"),
+    "one and two": (["reductions_differ", "the_last_size_differs", "a_rank_is_killed"], 3, 60, "0;1,2"),
 }
 
 
@@ -47,7 +48,7 @@ def test_a_killed_rank_is_named_within_seconds(run: str) -> None:
         assert text.startswith("PeerDied: rank 1 (host ") and f"host {HOST}" in text and " died" in text
         assert (
             "its last collective was barrier number 2" in text
-            and "this rank is in all_reduce (float32, 4,000,000 bytes)" in text
+            and "this rank is in all_reduce (float32, 4,000,000 bytes, sum)" in text
         )
 
 
@@ -76,9 +77,10 @@ def test_a_stopped_rank_is_waited_for(run: str) -> None:
     assert [text for _, text in found.values()] == ["done", "done"] and found[0][0] > 3
 
 
-@pytest.mark.parametrize(
-    "name", ["collectives_differ", "sizes_differ", "dtypes_differ", "roots_differ", "parts_differ"]
-)
+DIFFERENCES = ("collectives_differ", "sizes_differ", "dtypes_differ", "roots_differ", "parts_differ")
+
+
+@pytest.mark.parametrize("name", [*DIFFERENCES, "reductions_differ"])
 def test_mismatched_collectives_are_reported(name: str) -> None:
     found = outcome("two")[name]
     assert len(found) == 2
@@ -113,9 +115,19 @@ def test_a_killed_rank_of_another_machine_is_named(run: str) -> None:
         assert "its last collective was" in text and "this rank is in all_reduce" in text
 
 
-@pytest.mark.parametrize("name", ["sizes_differ", "parts_differ"])
-def test_mismatched_collectives_of_two_machines_are_reported(name: str) -> None:
-    found = outcome("two machines")[name]
-    assert len(found) == 2
-    for _, text in found.values():
-        assert text.startswith("CollectivesDiffer: the ranks called different collectives"), text
+@pytest.mark.parametrize(
+    ("run", "name"),
+    [
+        ("two machines", "sizes_differ"),
+        ("two machines", "parts_differ"),
+        ("one and two", "reductions_differ"),
+        ("one and two", "the_last_size_differs"),  # which the first machine sees nothing of
+    ],
+)
+def test_mismatched_collectives_of_two_machines_are_reported(run: str, name: str) -> None:
+    found = outcome(run)[name]
+    assert len(found) == RUNS[run][1]
+    for after, text in found.values():
+        assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
+    if name == "reductions_differ":
+        assert "(float32, 40 bytes, max)" in found[0][1] and "(float32, 40 bytes, sum)" in found[0][1]

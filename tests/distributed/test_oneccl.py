@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.distributed.engines import oneccl_library
+from cputrain.distributed.engines import oneccl, oneccl_library
 from tests.distributed import mpi_ranks
 from tests.distributed.mpi_ranks import BESIDE, MpiOutcome
 from tests.distributed.ranks import Outcome, cases_of, spawn, start
@@ -44,15 +44,29 @@ def test_the_transport_is_oneccl(outcome: tuple[str, Outcome]) -> None:
 
 @needs_oneccl
 def test_waits_differences_and_deaths(tmp_path) -> None:
-    """The same processes: a group that failed doesn't hinder the next."""
-    found = said(tmp_path, ["waits_ten_seconds", "parts_differ", "a_rank_is_killed"], 2, **ONECCL)
+    """The same processes, of two machines: one that failed in the middle of oneCCL's work doesn't hinder the next."""
+    differences = ["the_last_size_differs", "reductions_differ"]
+    names = ["waits_ten_seconds", *differences, "a_rank_is_killed"]
+    found = said(tmp_path, names, 3, **ONECCL, CPUTRAIN_CCL_TEST_MACHINES="0;1,2")
     waited = found["waits_ten_seconds"]
-    assert [text for _, text in waited.values()] == ["done", "done"] and waited[0][0] > 9, "and burns no core"
-    for after, text in found["parts_differ"].values():
+    assert [text for _, text in waited.values()] == ["done"] * 3 and waited[0][0] > 9, "and burns no core"
+    for after, text in (one for name in differences for one in found[name].values()):
         assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
-    after, text = found["a_rank_is_killed"][0]
-    assert after < 5
-    assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "this rank is in all_reduce" in text, text
+    assert len(found["a_rank_is_killed"]) == 2
+    for after, text in found["a_rank_is_killed"].values():
+        assert after < 5
+        assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "in all_reduce" in text, text
+
+
+def test_a_oneccl_that_never_ended_a_group_is_not_used_again(monkeypatch) -> None:
+    thread = object.__new__(oneccl._EngineThread)
+    thread.start = lambda size, name, *_: oneccl._Started(size, name, ())  # type: ignore[method-assign]
+    assert not thread.ask(0, "leave").finished.is_set()
+    monkeypatch.setattr(oneccl._EngineThread, "_only", thread)
+    with pytest.raises(ValueError, match="it still waits for a rank of a group that failed: start the processes anew"):
+        oneccl._EngineThread.of_this_process("127.0.0.1")
+    with pytest.raises(ValueError, match=r"oneCCL made no group within 0\.01 s"):
+        thread.call(0.01, "join")
 
 
 # --- Settings, and what can't be had -----------------------------------------------------------------------------

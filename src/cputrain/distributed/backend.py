@@ -14,7 +14,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cputrain.distributed import native_calls, rendezvous, variables
+from cputrain.distributed import rendezvous, variables
 from cputrain.distributed.addresses import reachable_address
 from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines import EVERYBODY, Engine
@@ -122,7 +122,7 @@ def _two_levels(
         number = machines.index(here.ranks)
         prefixed = dist.PrefixStore("between", store)
         between = engine(prefixed, number, len(machines), address, timeout, watch)
-    monitor = Monitor(store, rank, size, address, timeout, lambda dead: local.report(native_calls.DIED, dead))
+    monitor = Monitor(store, rank, size, address, timeout, local.report)
     made.append(TwoLevelTransport(Levels(local, between, flat, monitor), machines, rank, meeting.peers))
     return made[0]
 

@@ -46,14 +46,21 @@ _ERRORS = {
 
 
 def describe_last(status: Status) -> str:
-    """The culprit's last collective: "all_reduce number 17 (float32, 4,000 bytes)"."""
+    """The culprit's last collective."""
     if status.sequence == 0:
         return "none in this group"
     known = 0 <= status.operation < len(native_calls.OPERATIONS)
     name = native_calls.OPERATIONS[status.operation] if known else "unknown"
-    root = f", root {status.root}" if status.root >= 0 else ""
-    what = f"{native_calls.dtype_name(status.dtype)}, {status.bytes:,} bytes{root}"
-    return f"{name} number {status.sequence} ({what})"
+    dtype, reduction = native_calls.dtype_name(status.dtype), status.reduction if "reduce" in name else None
+    return described(f"{name} number {status.sequence}", dtype, status.bytes, status.root, reduction)
+
+
+def described(name: str, dtype: object, size: int, root: int = -1, reduction: int | None = None) -> str:
+    """ "all_reduce number 17 (float32, 4,000 bytes, sum)": all in which the ranks must agree."""
+    words = [str(dtype).removeprefix("torch."), f"{size:,} bytes"]
+    words += [f"root {root}"] if root >= 0 else []
+    words += [native_calls.REDUCTION_NAMES[reduction]] if reduction is not None else []
+    return f"{name} ({', '.join(words)})"
 
 
 def different_message(peer: int, sent: int, expected: int) -> CollectivesDiffer:
@@ -75,6 +82,14 @@ def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     return PeerDied(f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}.")
 
 
+def differ_elsewhere(who: str, mine: str) -> CollectivesDiffer:
+    """Found on another machine, between its ranks or with those of others."""
+    return CollectivesDiffer(
+        f"the ranks called different collectives: {who} can't go on, and this rank is in {mine}; order, dtype and "
+        "shape must be the same on all ranks."
+    )
+
+
 def late(peer: Peer, seconds: float, last: str, mine: str) -> PeerLate:
     return PeerLate(
         f"{peer} is late: waited {seconds:g} s (ddp_timeout); its last collective was {last}; this rank is in {mine}."
@@ -92,11 +107,13 @@ def nobody(everybody: list[Peer]) -> int:
 
 def _from_elsewhere(kind: int, culprit: int, everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
     if culprit == nobody(everybody):
+        if kind == native_calls.MISMATCH:
+            return differ_elsewhere("ranks of another machine", mine)
         lost = f"another machine can't be reached, and nobody knows which rank is gone; this rank is in {mine}."
         return late_elsewhere(seconds) if kind == native_calls.TIMEOUT else PeerDied(lost)
     peer = everybody[culprit]
     if kind == native_calls.MISMATCH:
-        return CollectivesDiffer(f"the ranks called different collectives: {peer} is not in {mine}.")
+        return differ_elsewhere(str(peer), mine)
     if kind == native_calls.TIMEOUT:
         return late(peer, seconds, "the one before", mine)
     return died_elsewhere(peer, "the one before", mine)

@@ -24,7 +24,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cputrain.distributed import communication_cpus
+from cputrain.distributed import communication_cpus, native_calls
 from cputrain.keep_alive import keep_alive
 
 _NUMBER = struct.Struct("i")
@@ -32,6 +32,7 @@ _PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that
 _TICK = 1.0  # seconds
 _BYE = -1  # of the one who sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
 _IN_COLLECTIVE = -(2**31)  # a progress follows
+_DIFFERS = _IN_COLLECTIVE + 1  # a rank follows that called another collective than its machine's others
 
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
@@ -40,10 +41,16 @@ class Monitor:
     """Who of a group has died, as far as the connections tell."""
 
     def __init__(
-        self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, tell: Callable[[int], None]
+        self,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        address: str,
+        timeout: timedelta,
+        tell: Callable[[int, int], None],
     ) -> None:
-        """`tell` is called once, in a thread of its own, with the rank that died."""
-        self.rank, self.dead, self._tell = rank, -1, tell
+        """`tell` is called in a thread of its own: what happened (native_calls.DIED, MISMATCH), and to which rank."""
+        self.rank, self.dead, self.differing, self._tell = rank, -1, -1, tell
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
         self.left: dict[int, float] = {}  # who has ended the group properly, and when
@@ -70,6 +77,12 @@ class Monitor:
     def culprit(self) -> int | None:
         """Who is most likely the cause if a collective has failed; None if nobody is known to be gone."""
         return self.dead if self.dead >= 0 else next(iter(self.left), None)
+
+    def tell_difference(self) -> None:
+        """The ranks of this machine are in different collectives: everybody else waits in vain."""
+        if self.differing < 0:
+            self.differing = self.rank
+            self._pass_on(_DIFFERS, self.rank)
 
     def close(self) -> None:
         """Says that this rank ends properly."""
@@ -107,6 +120,9 @@ class Monitor:
                 rank, came_to = self._read(peer, _PROGRESS)
                 self._progress[rank] = max(came_to, self._progress[rank])
                 return True
+            if number == _DIFFERS:
+                self._note_difference(*self._read(peer, _NUMBER))
+                return True
         except OSError:
             if peer not in self.left and not self._closing:
                 self._report(peer)
@@ -143,11 +159,20 @@ class Monitor:
         if self.rank == 0:
             self._pass_on(-2 - ended, but=ended)
 
-    def _pass_on(self, number: int, but: int) -> None:
+    def _note_difference(self, rank: int) -> None:
+        if self.differing >= 0:
+            return
+        self.differing = rank
+        if self.rank == 0:
+            self._pass_on(_DIFFERS, rank, but=rank)
+        self._tell(native_calls.MISMATCH, rank)
+
+    def _pass_on(self, *numbers: int, but: int = -1) -> None:
+        text = b"".join(map(_NUMBER.pack, numbers))  # in one piece: several threads write
         for peer, connection in self._connections.items():
             if peer != but and peer not in self.left:
                 with contextlib.suppress(OSError):
-                    connection.sendall(_NUMBER.pack(number))
+                    connection.sendall(text)
 
     def _report(self, dead: int) -> None:
         """Remembers, tells this machine, and as the first rank tells all others."""
@@ -156,7 +181,7 @@ class Monitor:
         self.dead = dead
         if self.rank == 0:
             self._pass_on(dead, but=dead)
-        self._tell(dead)
+        self._tell(native_calls.DIED, dead)
 
 
 def _connect(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dict[int, socket.socket]:

@@ -39,7 +39,7 @@ _REDUCTIONS = {
     ReduceOp.BXOR: 7,
 }
 SUM, MEAN = 0, 1
-_REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
 
 DTYPES = (
     torch.bool,
@@ -72,7 +72,7 @@ def reduction_number(operation: ReduceOp | ReduceOp.RedOpType) -> int:
     kind = getattr(operation, "op", operation)
     number = _REDUCTIONS.get(kind)
     if number is None:
-        raise ValueError(f"ccl has no reduction {operation}; it has {', '.join(_REDUCTION_NAMES)}.")
+        raise ValueError(f"ccl has no reduction {operation}; it has {', '.join(REDUCTION_NAMES)}.")
     return number
 
 
@@ -86,14 +86,14 @@ def dtype_number(dtype: torch.dtype, reduction: int) -> int:
         or (number in _COMPLEX and reduction > 2)
     )
     if impossible or number is None:
-        raise ValueError(f"ccl can't compute the {_REDUCTION_NAMES[reduction]} of {dtype} tensors.")
+        raise ValueError(f"ccl can't compute the {REDUCTION_NAMES[reduction]} of {dtype} tensors.")
     return number
 
 
 class Status(ctypes.Structure):
     _fields_ = [
         (name, ctypes.c_int64)
-        for name in ("kind", "culprit", "reporter", "sequence", "operation", "dtype", "root", "bytes")
+        for name in ("kind", "culprit", "reporter", "sequence", "operation", "dtype", "root", "bytes", "reduction")
     ]
 
 

@@ -69,6 +69,7 @@ class SharedMemoryTransport(Transport):
             dtype,
             reduction,
             root,
+            reduction=reduction,
         )
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
@@ -84,6 +85,7 @@ class SharedMemoryTransport(Transport):
             output.nbytes,
             dtype,
             reduction,
+            reduction=reduction,
         )
 
     # --- Moves ---------------------------------------------------------------------------------------------------
@@ -191,11 +193,19 @@ class SharedMemoryTransport(Transport):
         self._memory.leave()
         self._machine.close()
 
-    def _call(self, name: str, tensor: Tensor, timeout: float, call: Callable[..., None], *arguments: Any) -> None:
+    def _call(
+        self,
+        name: str,
+        tensor: Tensor,
+        timeout: float,
+        call: Callable[..., None],
+        *arguments: Any,
+        reduction: int | None = None,
+    ) -> None:
         try:
             call(*arguments, int(timeout * 1e9))
         except native_calls.CallFailed as error:
-            mine = f"{name} ({str(tensor.dtype).removeprefix('torch.')}, {tensor.nbytes:,} bytes)"
+            mine = failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
             raise failures.from_status(error.status, self._peers, self._everybody, mine, timeout) from None
 
 

@@ -46,16 +46,27 @@ class Levels:
 
 
 def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Whoever was told of a death by its own machine, or waited in vain, looks up who it was."""
+    """Whoever was told of a failure by its own machine looks up who it was, or tells the other machines.
+
+    Others may be in the middle of what failed here: engines must not be ended properly any more.
+    """
 
     @functools.wraps(collective)
     def run(self: TwoLevelTransport, *arguments: Any, **named: Any) -> _Result:
         try:
             return collective(self, *arguments, **named)
+        except CollectivesDiffer as error:
+            self._broken = True
+            self._monitor.tell_difference()
+            if self._mine in str(error):
+                raise
+            raise CollectivesDiffer(f"{error} It is a part of {self._mine}.") from None
         except PeerDied:
+            self._broken = True
             self.check_peers()
             raise
         except PeerLate:
+            self._broken = True
             self.name_late()
             raise
 
@@ -79,7 +90,7 @@ class TwoLevelTransport(Transport):
 
     @_named
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
-        self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout)
+        self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout, reduction=reduction)
         self._reduce_everywhere(tensor, reduction, timeout)
 
     def _reduce_everywhere(self, tensor: Tensor, reduction: int, timeout: float) -> None:
@@ -114,7 +125,7 @@ class TwoLevelTransport(Transport):
 
     @_named
     def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
-        self._enter("reduce", tensor.dtype, tensor.nbytes, timeout, root)
+        self._enter("reduce", tensor.dtype, tensor.nbytes, timeout, root, reduction)
         everywhere = tensor.clone()
         self._reduce_everywhere(everywhere, reduction, timeout)
         if self.rank == root:
@@ -122,7 +133,7 @@ class TwoLevelTransport(Transport):
 
     @_named
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
-        self._enter("reduce_scatter", output.dtype, output.nbytes, timeout)
+        self._enter("reduce_scatter", output.dtype, output.nbytes, timeout, reduction=reduction)
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._reduce_everywhere(joined, reduction, timeout)
         output.copy_(joined[self.rank * output.numel() :][: output.numel()].reshape(output.shape))
@@ -224,10 +235,12 @@ class TwoLevelTransport(Transport):
                 engine.close(self._broken)
 
     def check_peers(self, awaited: int = EVERYBODY) -> None:
-        """Raises if a rank is known to be dead, or if an awaited one has ended the group and what it sent is here."""
+        """Raises if ranks are known to differ, if one is dead, or if an awaited one has ended the group."""
+        if self._monitor.differing not in (-1, self.rank):
+            raise failures.differ_elsewhere(str(self._peers[self._monitor.differing]), self._mine) from None
         if self._monitor.dead >= 0:
             raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
-        for rank, since in list(self._monitor.left.items()):
+        for rank, since in list(self._monitor.left.items()):  # once what it sent is here
             if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
                 raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
 
@@ -237,21 +250,24 @@ class TwoLevelTransport(Transport):
         if found is not None:
             raise late(self._peers[found], self._timeout, self._last, self._mine) from None
 
-    def _enter(self, name: str, dtype: object, size: int, timeout: float, root: int = -1) -> None:
+    def _enter(
+        self, name: str, dtype: object, size: int, timeout: float, root: int = -1, reduction: int | None = None
+    ) -> None:
         """Every collective begins here: the machines' first ranks compare what they are about to do."""
         self._count += 1
         self._timeout = timeout
         self._monitor.enter(self._count)
-        self._last, self._mine = self._mine, f"{name} number {self._count} ({dtype}, {size:,} bytes, root {root})"
+        mine = failures.described(f"{name} number {self._count}", dtype, size, root, reduction)
+        self._last, self._mine = self._mine, mine
         if self._between is None:
             return
-        text = self._mine.encode()[:_TITLE].ljust(_TITLE)
-        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        text = mine.encode()[:_TITLE].ljust(_TITLE)
+        title = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         titles = [torch.empty(_TITLE, dtype=torch.uint8) for _ in self._machines]
-        self._through(lambda: self._the_between().all_gather(titles, mine, timeout))
-        for machine, title in zip(self._machines, titles, strict=True):
-            if not torch.equal(title, mine):
-                theirs = bytes(title.tolist()).decode(errors="replace").strip()
+        self._through(lambda: self._the_between().all_gather(titles, title, timeout))
+        for machine, other in zip(self._machines, titles, strict=True):
+            if not torch.equal(other, title):
+                theirs = bytes(other.tolist()).decode(errors="replace").strip()
                 self._broken = True
                 self._local.report(native_calls.MISMATCH, machine[0])
                 raise CollectivesDiffer(
@@ -270,6 +286,11 @@ class TwoLevelTransport(Transport):
         except PeerLate:
             self._broken = True
             self._tell_here(native_calls.TIMEOUT, self._monitor.absent())
+            raise
+        except CollectivesDiffer:
+            self._broken = True
+            differing = self._monitor.differing
+            self._tell_here(native_calls.MISMATCH, differing if differing >= 0 else None)
             raise
         except CollectiveError:
             self._broken = True

@@ -52,10 +52,11 @@ class OneCclEngine(Engine):
         if rank > 0:
             store.wait(["address"], timeout)
             address.raw = bytes.fromhex(store.get("address").decode())
-        group = self._thread.call("meet", address, int(rank == 0))
+        seconds = timeout.total_seconds()
+        group = self._thread.call(seconds, "meet", address, int(rank == 0))
         if rank == 0:
             store.set("address", address.raw.hex())
-        self._thread.call("join", group, self._size, rank)
+        self._thread.call(seconds, "join", group, self._size, rank)
         return group
 
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> bool:
@@ -105,10 +106,9 @@ class OneCclEngine(Engine):
     def close(self, broken: bool) -> None:
         """Leaving waits for the others in some of oneCCL's transports: not longer than they need if they end, too."""
         self._messages.close(broken)
-        if not broken and not self._waiter.pending:
-            left = self._thread.start(0, "leave", self._group)
-            if left.finished.wait(_GRACE):
-                return
+        is_sound = not broken and not self._waiter.pending
+        if is_sound and self._thread.ask(_GRACE, "leave", self._group).finished.is_set():
+            return
         _abandoned.append(self._waiter)
         self._thread.abandon()
 
@@ -148,24 +148,37 @@ class _EngineThread:
     def of_this_process(cls, address: str) -> _EngineThread:
         if cls._only is None:
             cls._only = cls(address)
+        if cls._only.is_stuck():
+            raise ValueError("it still waits for a rank of a group that failed: start the processes anew.")
         return cls._only
 
     def __init__(self, address: str) -> None:
         self._queue: queue.SimpleQueue[_Started] = queue.SimpleQueue()
         self._running: list[_Started] = []
         self._address, self._ready, self._failure = address, threading.Event(), ""
+        self._last_call: _Started | None = None
         threading.Thread(target=self._serve, name="cputrain-oneccl", daemon=True).start()
         self._ready.wait()
         if self._failure:
             raise ValueError(self._failure)
 
-    def call(self, name: str, *arguments: Any) -> int:
-        """What ends by itself: its answer."""
-        asked = self.start(0, name, *arguments)
-        asked.finished.wait()
+    def call(self, seconds: float, name: str, *arguments: Any) -> int:
+        """What ends when all ranks have come: its answer."""
+        asked = self.ask(seconds, name, *arguments)
+        if not asked.finished.is_set():
+            raise ValueError(f"oneCCL made no group within {seconds:g} s: a rank is missing, or oneCCL is stuck.")
         if asked.error:
             raise ValueError(f"oneCCL failed: {asked.error}")
         return asked.answer
+
+    def ask(self, seconds: float, name: str, *arguments: Any) -> _Started:
+        """For what waits for other ranks within oneCCL: if it doesn't end, nothing else can be done there."""
+        self._last_call = asked = self.start(0, name, *arguments)
+        asked.finished.wait(seconds)
+        return asked
+
+    def is_stuck(self) -> bool:
+        return self._last_call is not None and not self._last_call.finished.is_set()
 
     def start(self, size: int, name: str, *arguments: Any) -> _Started:
         started = _Started(size, name, arguments)
