@@ -190,6 +190,20 @@ def test_torchrun_threads_are_counted_anew(place: Path) -> None:
     assert [one["OMP_NUM_THREADS"] for one in shown(answer.stdout)] == [str(max(1, CORES // 2))] * 2
 
 
+@pytest.mark.parametrize(("users", "counted"), [({}, "True"), ({"OMP_NUM_THREADS": "1"}, "False")])
+def test_torchruns_one_thread_is_told_from_the_users(users: dict[str, str], counted: str) -> None:
+    """On two cores the test above would see 1 either way."""
+    asks = "import os; from cputrain.launch import join; print(join._only_torchrun_says('1', os.environ))"
+    agent = (
+        "import os, subprocess, sys\n"
+        "told = {**os.environ, 'OMP_NUM_THREADS': '1', 'TORCHELASTIC_RUN_ID': 'x'}\n"
+        f"subprocess.run([sys.executable, '-c', {asks!r}], env=told, check=True)"
+    )
+    environ = {**CLEAN, **users}
+    answer = subprocess.run([sys.executable, "-c", agent], capture_output=True, text=True, check=True, env=environ)
+    assert answer.stdout.strip() == counted
+
+
 def test_kubeflows_node_is_launched(place: Path) -> None:
     """A TrainJob's variables: the machine's processes are started, and rank and size follow from its number."""
     told = {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_MASTER_ADDR": "127.0.0.1"}
