@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain import memory, native, precision, settings
+from cputrain import hardware, memory, native, precision, settings
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
@@ -101,7 +101,7 @@ def explain(model: nn.Module) -> Explanation:
     optimizer = _optimizer_of(model)
     facts = [
         ("precision", record.dtype, record.dtype_reason),
-        ("instruction set", native.kernels().isa, "every kernel is compiled for portable, avx2 and avx512"),
+        ("instruction set", *hardware.best_isa()),
         ("padding", record.padding, _padding_reason(model, record)),
     ]
     if optimizer is not None:

@@ -65,7 +65,8 @@ def tell(choice: Choice) -> None:
     if choice.reason.startswith(AUTO) and choice.reason not in _told:
         _told.add(choice.reason)
         level = logging.INFO if choice.kind == "fp32" else logging.WARNING
-        logger.log(level, "%s: %s", choice.dtype, choice.reason.removeprefix(AUTO))
+        why = choice.reason.removeprefix(AUTO)
+        logger.log(level, "the model computes in %s: %s (dtype='fp32' keeps stock's arithmetic)", choice.dtype, why)
 
 
 def note_told(choice: Choice) -> None:

@@ -104,7 +104,8 @@ def test_auto_says_once_what_it_chose_and_why(monkeypatch, caplog):
     _machine(monkeypatch, ["avx2"], int16=1.42)
     for _ in range(2):
         cputrain.optimize(torch.nn.Linear(3, 3))
-    assert caplog.messages == ["int16: this CPU (Made Up 9000) has AVX2 but no bf16; measured 1.42 × fp32"]
+    said = "the model computes in int16: this CPU (Made Up 9000) has AVX2 but no bf16; measured 1.42 × fp32"
+    assert caplog.messages == [f"{said} (dtype='fp32' keeps stock's arithmetic)"]
     assert caplog.records[0].levelname == "WARNING"  # so that a script that sets up no logging shows it
 
 

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import signal
 import sys
 import time
 from pathlib import Path
-from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -16,6 +14,7 @@ from typer.core import TyperCommand
 from cputrain.cli.job_options import JobOptions, option
 from cputrain.cli.k8s import app, text_of
 from cputrain.cli.option_fields import with_fields
+from cputrain.launch.processes import sigterm_interrupts
 
 Name = Annotated[str, typer.Argument(help="The job's name.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace; else kubectl's.")]
@@ -160,10 +159,9 @@ def copy(
         mounts = ", ".join(mount for _, mount in found) or "none"
         raise ValueError(f"{source} is on no volume of {name}: its volumes are mounted at: {mounts}.")
     claim, mount = max(chosen, key=lambda pair: len(pair[1]))
-    # SIGTERM as Ctrl-C, so that the reader pod is removed then, too.
-    signal.signal(signal.SIGTERM, _interrupt)
     path = source.removeprefix(mount.rstrip("/")).strip("/")
-    count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
+    with sigterm_interrupts():  # so that the reader pod is removed then, too
+        count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
     print(f"{count} files are in {target}")
 
 
@@ -174,10 +172,6 @@ def _with_templates(name: str, context: str | None, namespace: str | None) -> tu
     kubectl = _kubectl(context, namespace)
     job = cluster_job.find(kubectl, name)
     return kubectl, job, cluster_job.templates(kubectl, job)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _kubectl(context: str | None, namespace: str | None) -> Any:

@@ -125,7 +125,7 @@ def templates(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:
         reference = mapping(spec.get("runtimeRef"))
         resource = f"{str(reference.get('kind')).lower()}s.trainer.kubeflow.org"
         runtime = kubectl.json("get", resource, str(reference.get("name")))
-        jobs = items(mapping(mapping(mapping(runtime.get("spec")).get("template")).get("spec")).get("replicatedJobs"))
-        return [mapping(mapping(mapping(row.get("template")).get("spec")).get("template")) for row in jobs]
+        jobs = items(within(runtime, "spec", "template", "spec", "replicatedJobs"))
+        return [mapping(within(row, "template", "spec", "template")) for row in jobs]
     rows = [*mapping(spec.get("pytorchReplicaSpecs")).values(), *mapping(spec.get("mpiReplicaSpecs")).values()]
     return [mapping(mapping(row).get("template")) for row in rows]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -55,17 +54,16 @@ def command(
 
 def _supervised(words: list[str], environ: dict[str, str], lines: list[Line]) -> int:
     processes.adopt_orphans()
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    # Its own session: Ctrl-C reaches us alone, and mpirun gets one SIGTERM from us.
-    process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
-    try:
-        with line.beating(lines):
-            return _wait(process, lines)
-    except KeyboardInterrupt as interrupt:
-        return 128 + (signal.SIGTERM if interrupt.args else signal.SIGINT)
-    finally:
-        _end(process)
-        signal.signal(signal.SIGTERM, previous)
+    with processes.sigterm_interrupts():
+        # Its own session: Ctrl-C reaches us alone, and mpirun gets one SIGTERM from us.
+        process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        try:
+            with line.beating(lines):
+                return _wait(process, lines)
+        except KeyboardInterrupt as interrupt:
+            return processes.interrupted_code(interrupt)
+        finally:
+            _end(process)
 
 
 def _wait(process: subprocess.Popen[bytes], lines: list[Line]) -> int:
@@ -90,10 +88,6 @@ def _is_lost(one: Line, code: int) -> bool:
     what = "all machines are ended" if lost else "nobody watches it any more"
     print(f"cputrain: {sentence}; {what}.", file=sys.stderr)
     return lost
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(number)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -8,7 +8,7 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
 
 _MARK = "CPUTRAIN_STARTED_BY"
 # A child that is still on its way from fork to exec has no mark, and may be told to end for so long.
@@ -112,6 +112,25 @@ def send(pid: int, number: int) -> None:
 
 def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+@contextlib.contextmanager
+def sigterm_interrupts() -> Iterator[None]:
+    """Within it SIGTERM raises KeyboardInterrupt, as Ctrl-C does: what was begun is ended in one way."""
+    previous = signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _interrupt(number: int, frame: object) -> None:
+    raise KeyboardInterrupt(number)
+
+
+def interrupted_code(interrupt: KeyboardInterrupt) -> int:
+    """Of a process that Ctrl-C or SIGTERM ended."""
+    return 128 + (signal.SIGTERM if interrupt.args else signal.SIGINT)
 
 
 def exit_code(code: int) -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ipaddress
-import signal
 import socket
 import sys
 import time
@@ -64,22 +63,16 @@ def run(order: Order, machines: list[Machine]) -> int:
         for machine, one in zip(machines, orders(order, machines), strict=True)
     ]
     processes.adopt_orphans()
-    previous = signal.signal(signal.SIGTERM, _interrupt)
-    try:
-        for node in nodes:
-            node.start()
-        with line.beating(nodes):
-            code = _wait(nodes)
-    except KeyboardInterrupt as interrupt:
-        code = 128 + (signal.SIGTERM if interrupt.args else signal.SIGINT)
-    finally:
-        line.end(nodes)
-        signal.signal(signal.SIGTERM, previous)
-    return code
-
-
-def _interrupt(number: int, frame: object) -> None:
-    raise KeyboardInterrupt(number)
+    with processes.sigterm_interrupts():
+        try:
+            for node in nodes:
+                node.start()
+            with line.beating(nodes):
+                return _wait(nodes)
+        except KeyboardInterrupt as interrupt:
+            return processes.interrupted_code(interrupt)
+        finally:
+            line.end(nodes)
 
 
 def _wait(nodes: list[Line]) -> int:
