@@ -20,20 +20,20 @@ struct Reduction {
   int64_t dtype, kind, element;
 };
 
-// Reduces a chunk that all others have shown, page by page where somebody's is all zeros.
-void reduce_shown(const Member& m, const char* mine, int64_t size, const Reduction& how,
-                  char* out) {
+// Reduces a range of a chunk that all others have shown, page by page where somebody's is zeros.
+void reduce_shown(const Member& m, const char* mine, int64_t first, int64_t last,
+                  const Reduction& how, char* out) {
   const char* sources[kMostRanks];
   const auto is_shown = [&](int64_t page) {
     for (int64_t r = 0; r < m.ranks(); r++)
       if (r != m.rank() && is_left_out(m.slot(r), page)) return false;
     return true;
   };
-  for (int64_t begin = 0, end; begin < size; begin = end) {
+  for (int64_t begin = first, end; begin < last; begin = end) {
     const bool shown = is_shown(begin / kPage);
-    end = begin + kPage;
-    while (shown && end < size && is_shown(end / kPage)) end += kPage;
-    end = least(end, size);
+    end = (begin / kPage + 1) * kPage;
+    while (shown && end < last && is_shown(end / kPage)) end += kPage;
+    end = least(end, last);
     bool zeros = true;
     for (int64_t r = 0; r < m.ranks(); r++) {
       const bool others = r != m.rank(), left_out = others && is_left_out(m.slot(r), begin / kPage);
@@ -62,17 +62,40 @@ bool reduce_directly(Member& m, const CclCollective& c, const Reduction& how) {
     m.post();
     if (receives) {
       if (!m.await_all()) return false;
-      reduce_shown(m, mine, size, how, static_cast<char*>(c.output) + begin);
+      reduce_shown(m, mine, 0, size, how, static_cast<char*>(c.output) + begin);
     }
     m.close_round();
   }
   return true;
 }
 
+// Which pages of a chunk are zeros on all ranks, and so in the result, too.
+struct Empty {
+  bool pages[kChunk / kPage];
+
+  void look(const Member& m, int64_t size) {
+    for (int64_t page = 0; page * kPage < size; page++) {
+      pages[page] = true;
+      for (int64_t r = 0; r < m.ranks(); r++) pages[page] &= is_left_out(m.slot(r), page) != 0;
+    }
+  }
+  // Copies a range but for these pages.
+  void copy_others(char* to, const char* from, int64_t first, int64_t last) const {
+    for (int64_t begin = first, end; begin < last; begin = end) {
+      const bool empty = pages[begin / kPage];
+      end = (begin / kPage + 1) * kPage;
+      while (end < last && pages[end / kPage] == empty) end += kPage;
+      end = least(end, last);
+      if (!empty) memcpy(to + begin - first, from + begin - first, end - begin);
+    }
+  }
+};
+
 // Everybody shows chunk k and reduces a part of it, which it shows beside chunk k + 1.
 bool reduce_in_parts(Member& m, const CclCollective& c, const Reduction& how) {
-  const char* sources[kMostRanks];
+  Empty empty = {};  // of chunk k - 1
   const int64_t bytes = c.bytes, chunks = rounds_for(bytes, kChunk);
+  const char* in = static_cast<const char*>(c.input);
   char* out = static_cast<char*>(c.output);
   auto size_of = [&](int64_t chunk) { return least(kChunk, bytes - chunk * kChunk); };
   // Parts start at cache lines, so that no two ranks write the same one.
@@ -82,25 +105,24 @@ bool reduce_in_parts(Member& m, const CclCollective& c, const Reduction& how) {
   };
   for (int64_t k = 0; k <= chunks; k++) {
     if (!m.open_round()) return false;
-    if (k < chunks)
-      memcpy(m.slot(m.rank()), static_cast<const char*>(c.input) + k * kChunk, size_of(k));
     if (k > 0) {
       const int64_t begin = part(k - 1, m.rank()), end = part(k - 1, m.rank() + 1);
-      memcpy(m.slot(m.rank()) + kChunk, out + (k - 1) * kChunk + begin, end - begin);
+      empty.copy_others(m.slot(m.rank()) + kChunk, out + (k - 1) * kChunk + begin, begin, end);
     }
+    if (k < chunks) show_but_zeros(in + k * kChunk, size_of(k), m.slot(m.rank()));
     m.post();
     if (!m.await_all()) return false;
     if (k > 0)
       for (int64_t r = 0; r < m.ranks(); r++) {
         if (r == m.rank()) continue;
         const int64_t begin = part(k - 1, r), end = part(k - 1, r + 1);
-        memcpy(out + (k - 1) * kChunk + begin, m.slot(r) + kChunk, end - begin);
+        if (out != in) memset(out + (k - 1) * kChunk + begin, 0, end - begin);
+        empty.copy_others(out + (k - 1) * kChunk + begin, m.slot(r) + kChunk, begin, end);
       }
     if (k < chunks) {
-      const int64_t begin = part(k, m.rank()), end = part(k, m.rank() + 1);
-      for (int64_t r = 0; r < m.ranks(); r++) sources[r] = m.slot(r) + begin;
-      reduce(how.dtype, how.kind, out + k * kChunk + begin, sources, m.ranks(),
-             (end - begin) / how.element, m.ranks());
+      empty.look(m, size_of(k));
+      reduce_shown(m, in + k * kChunk, part(k, m.rank()), part(k, m.rank() + 1), how,
+                   out + k * kChunk);
     }
     m.close_round();
   }
