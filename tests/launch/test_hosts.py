@@ -5,6 +5,7 @@ What they compute together is in tests/distributed/test_hosts.py.
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import subprocess
@@ -13,6 +14,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import cputrain
@@ -84,9 +86,7 @@ def test_ctrl_c_ends_the_ranks_of_all_machines(engine: list[str], cluster: Clust
     assert process.returncode == 128 + signal.SIGINT
 
 
-def _descendants(pid: int) -> list:
-    import psutil
-
+def _descendants(pid: int) -> list[psutil.Process]:
     return psutil.Process(pid).children(recursive=True)
 
 
@@ -96,8 +96,8 @@ def test_ranks_end_when_the_launch_is_killed(cluster: Cluster, place: Path) -> N
     process = cluster.hosts[0].popen(*LAUNCH, *words, folder=place)
     for _ in range(2):
         assert "WAITING" in process.stdout.readline()
-    for inner in _descendants(process.pid):
-        if "launch" in inner.cmdline():
+    for inner in [inner for inner in _descendants(process.pid) if "launch" in inner.cmdline()]:
+        with contextlib.suppress(psutil.NoSuchProcess):  # one ends with another
             inner.kill()
     process.kill()
     process.communicate(timeout=20)
