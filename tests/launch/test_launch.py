@@ -124,6 +124,8 @@ def test_the_scripts_exit_code_is_ours(tmp_path: Path) -> None:
         (["--env", "1A=b", "x.py"], "env holds NAME=VALUE, found '1A'"),
         (["--num_machines", "2", "x.py"], "2 machines can't share 1 process evenly"),
         (["--dry-run", "--dtype", "fp8", "x.py"], "--dtype must be one of auto, fp32, bf16, int16, found 'fp8'"),
+        (["-n", "4", "--num_machines", "2", "--ppn", "1", "x.py"], "2 machines of 1 processes have 2, found 4"),
+        (["--num_machines", "2", "--ppn", "2", "x.py"], "2 machines need a main_process_ip"),  # of four processes
         (["--main_process_ip", "-oX", "x.py"], "main_process_ip: '-oX' is not a host name or an address"),
         (["--mixed_precision", "fp16", "x.py"], "fp16 doesn't train on CPUs"),
         (["--config_file", "nowhere.yaml", "x.py"], "nowhere.yaml can't be read"),

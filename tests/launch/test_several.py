@@ -257,7 +257,7 @@ def test_a_dry_run_in_a_pod_says_how_the_machines_meet(place: Path) -> None:
     assert (
         "meeting: 1 to 4 machines, c10d at w-0:1, join_timeout=9; all ranks start anew up to 3 times" in answer.stdout
     )
-    assert "CPUTRAIN_EXPECTED_RANKS=1:4" in answer.stdout
+    assert "CPUTRAIN_EXPECTED_RANKS=1:4" in answer.stdout and "ranks: 1 of 1 to 4 on 1 machine\n" in answer.stdout
 
 
 def test_a_dry_run_of_one_process_and_of_a_rank(place: Path) -> None:

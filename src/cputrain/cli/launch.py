@@ -119,6 +119,8 @@ class _Chosen:
 
 def _configuration(path: Path | None, given: dict[str, Any]) -> _Chosen:
     config, source = (config_file.read(path), str(path)) if path else config_file.read_default()
+    if "num_processes" not in given and given.get("num_machines", 1) > 1 and "ppn" in given:
+        given = {**given, "num_processes": given["ppn"] * given["num_machines"]}
     several = any(given.get(name, 1) > 1 for name in ("num_processes", "num_machines", "ppn")) or "hostfile" in given
     merged = replace(config, **{**({"distributed_type": "MULTI_CPU"} if several else {}), **given})
     named = "num_processes" in given or config_file.says(source, "num_processes")

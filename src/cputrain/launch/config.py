@@ -152,6 +152,10 @@ def _check_together(config: Config) -> None:
             "num_processes",
             f"{machines} machines can't share {processes} process{'es' if processes > 1 else ''} evenly.",
         )
+    if config.ppn and machines > 1 and config.ppn * machines != processes:
+        raise ConfigError(
+            "ppn", f"{machines} machines of {config.ppn} processes have {config.ppn * machines}, found {processes}."
+        )
     if config.machine_rank >= machines:
         raise ConfigError(
             "machine_rank",

@@ -56,8 +56,8 @@ def order_fields(place: Node, told: Mapping[str, str], config: Config) -> dict[s
 def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, Any]:
     endpoint = told.get("PET_RDZV_ENDPOINT")
     backend = told.get("PET_RDZV_BACKEND", "static")
-    address = told.get("PET_MASTER_ADDR") or told.get("MASTER_ADDR") or config.main_process_ip
-    port = told.get("PET_MASTER_PORT") or told.get("MASTER_PORT") or config.main_process_port or PORT
+    address = told.get("MASTER_ADDR") or told.get("PET_MASTER_ADDR") or config.main_process_ip
+    port = told.get("MASTER_PORT") or told.get("PET_MASTER_PORT") or config.main_process_port or PORT
     if not endpoint and not address:
         raise ValueError(f"nobody says where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
     where = _with_port(endpoint) if endpoint else f"{address}:{port}"
