@@ -31,7 +31,8 @@ def text_of_one(place: Place | None, command: list[str], added: Mapping[str, str
 def _lines(plan: Plan, task: Task) -> Iterator[str]:
     yield f"engine: {plan.engine} ({plan.reason})"
     asked = plan.environment[join.EXPECTED].replace(":", " to ")  # other machines may have some, too
-    yield f"ranks: {plan.size}{f' of {asked}' if asked != str(plan.size) else ''} on {len(plan.machines)} machine{'s' if len(plan.machines) > 1 else ''}"
+    some = f"{plan.size} of {asked}" if asked != str(plan.size) else asked
+    yield f"ranks: {some} on {len(plan.machines)} machine{'s' if len(plan.machines) > 1 else ''}"
     yield f"meeting: {plan.meeting}"
     yield f"folder: {task.folder}"
     for name, words in plan.commands:
