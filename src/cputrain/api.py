@@ -114,6 +114,15 @@ def is_optimized(model: nn.Module) -> bool:
     return model.__dict__.get(_RECORD) is not None
 
 
+def why_stock(model: nn.Module) -> str | None:
+    """Why an optimised model computes as stock does all the same; None if something of it was replaced."""
+    patches: Patches = model.__dict__[_RECORD].patches
+    if any(entry.computes for entry in patches.replaced):
+        return None
+    left = [f"{name or type(model).__name__} is left alone: {reason}" for name, _, reason in patches.left]
+    return left[0] if left else "it has no part that cputrain knows"
+
+
 def restore(model: nn.Module) -> nn.Module:
     """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
     _check_module(model)

@@ -70,6 +70,7 @@ def test_more_ranks_than_cores(tmp_path) -> None:
     division = topology.divide(machine(tmp_path, 1, 2), 4)
     assert bound(division) == [(0,), (1,), (0,), (1,)]
     assert "4 ranks on 2 cores take turns, and every step waits for the last: start at most 2." in division.warnings
+    assert all(share.takes_turns for share in division.shares)
 
 
 def test_a_quota_gives_time_but_no_cores(tmp_path) -> None:
@@ -85,6 +86,7 @@ def test_a_quota_gives_time_but_no_cores(tmp_path) -> None:
 def test_a_quota_that_does_not_divide(tmp_path, quota, said) -> None:
     division = topology.divide(machine(tmp_path, 1, 16, quota=quota), 2)
     assert {share.threads for share in division.shares} == {1} and said in division.warnings[0]
+    assert {share.takes_turns for share in division.shares} == {said == "take turns"}
 
 
 def test_cores_for_communication(tmp_path) -> None:

@@ -147,12 +147,12 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
     except ValueError as error:
         say_once(f"{name} trains as stock: {error}")
         return
-    explanation = api.explain(model)
-    if all(how.startswith(("left alone", "as stock;")) for _, _, how in explanation.modules):
-        left = [f"{where} {how}" for where, _, how in explanation.modules if how.startswith("left alone")]
-        say_once(f"{name} trains as stock: {left[0] if left else 'it has no part that cputrain knows'}")
+    reason = api.why_stock(model)
+    if reason is not None:
+        say_once(f"{name} trains as stock: {reason}")
     else:
-        mention_once(f"{name} is optimised: " + ", ".join(f"{what} {value}" for what, value, _ in explanation.facts))
+        facts = [f"{what} {value}" for what, value, _ in api.explain(model).facts]
+        mention_once(f"{name} is optimised: {', '.join(facts)}")
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:

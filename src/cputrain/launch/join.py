@@ -130,8 +130,7 @@ def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[topol
 def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> None:
     """Binds this process to its cores, and sets its threads. Warnings are said once on each machine."""
     share, costs = shares(place, environ)
-    crowded = any("take turns" in cost for cost in costs)
-    warnings = [*costs, *_set_threads(share, crowded, environ)]
+    warnings = [*costs, *_set_threads(share, environ)]
     if share.cpus:
         os.sched_setaffinity(0, share.cpus)
         _take_memory_there(share.cpus)
@@ -165,9 +164,9 @@ def communication(environ: Mapping[str, str]) -> int:
     return ranks.number(environ, name) if name else 0
 
 
-def _set_threads(share: topology.Share, crowded: bool, environ: MutableMapping[str, str]) -> list[str]:
+def _set_threads(share: topology.Share, environ: MutableMapping[str, str]) -> list[str]:
     """OMP_NUM_THREADS is always set: accelerate would count cores by itself otherwise, and torchrun say 1."""
-    for name, value in openmp.settings(openmp.runtime(environ)[0], crowded).items():
+    for name, value in openmp.settings(openmp.runtime(environ)[0], share.takes_turns).items():
         environ.setdefault(name, value)
     asked = environ.get("OMP_NUM_THREADS")
     number, warning = topology.threads(None if _only_torchrun_says(asked, environ) else asked, share)

@@ -15,6 +15,7 @@ class Share:
     threads: int
     communication: Cpus
     reason: str
+    takes_turns: bool = False  # with another rank, on the same cores
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,8 @@ def _by_quota(machine: Hardware, ranks: int, communication: int) -> Division:
     cores = machine.usable_cores.value
     each = max(1, cores // ranks)
     threads = _computing(each, communication)
-    share = Share(None, threads, (), f"{machine.usable_cores.source}; a quota gives no cores of one's own to bind to")
+    reason = f"{machine.usable_cores.source}; a quota gives no cores of one's own to bind to"
+    share = Share(None, threads, (), reason, takes_turns=ranks > cores)
     crowded = [_too_many(ranks, cores)] if ranks > cores else list(_idle(cores, each, ranks))
     return Division((share,) * ranks, (*crowded, *_cramped(each, communication)))
 
@@ -98,7 +100,8 @@ def _by_quota(machine: Hardware, ranks: int, communication: int) -> Division:
 def _crowded(nodes: list[Cpus], ranks: int, communication: int) -> Division:
     cpus = [cpu for node in nodes for cpu in node]
     shares = tuple(
-        Share((cpus[rank % len(cpus)],), 1, (), "more ranks than cores: they take turns") for rank in range(ranks)
+        Share((cpus[rank % len(cpus)],), 1, (), "more ranks than cores: they take turns", takes_turns=True)
+        for rank in range(ranks)
     )
     return Division(shares, (_too_many(ranks, len(cpus)), *_cramped(1, communication)))
 

@@ -40,6 +40,7 @@ class Replacement:
     method: str
     what: str
     bypassed: tuple[nn.Module, ...]  # while it runs; they run by themselves only while it steps aside
+    computes: bool  # whether something of ours runs in stock's place, rather than around it
 
 
 @dataclass
@@ -58,6 +59,7 @@ class Patches:
         fused: Callable,
         what: str,
         bypassed: Iterable[nn.Module] = (),
+        computes: bool = True,
     ) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
@@ -65,7 +67,7 @@ class Patches:
         module.__dict__[method] = types.MethodType(wrapper, module)
         if self.kind != "fp32":
             module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
-        self.replaced.append(Replacement(name, module, method, what, tuple(bypassed)))
+        self.replaced.append(Replacement(name, module, method, what, tuple(bypassed), computes))
 
     def take_back(self, count: int) -> None:
         """Undoes all replacements but the first `count`."""

@@ -46,7 +46,8 @@ def take_over_model(model: nn.Module, patches: Patches) -> None:
     if not untouched(model):
         patches.leave("", model, f"autocast, if on, stays on inside: {_why_touched(model)}")
     else:
-        patches.bind("", model, "forward", _as_stock, _AUTOCAST[patches.kind == "native_bf16"])
+        in_bf16 = patches.kind == "native_bf16"
+        patches.bind("", model, "forward", _as_stock, _AUTOCAST[in_bf16], computes=in_bf16)
 
 
 _AUTOCAST = {
