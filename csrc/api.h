@@ -34,13 +34,14 @@ CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float
 
 // grad_h = grad · activation'(h + bias), value = activation(h + bias) (or null), grad_bias = column
 // sums of grad_h. bias and grad_bias or null, both. grad_h may be grad.
-// bf16 of x + bias; bias or null.
-CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
-                                           int64_t rows, int64_t cols);
 CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16,
                                                  const float* bias, float* grad_h, float* value,
                                                  float* grad_bias, int64_t rows, int64_t cols,
                                                  int64_t kind);
+
+// bf16 of x + bias; bias or null.
+CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
+                                           int64_t rows, int64_t cols);
 
 // LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are
 // for the backward pass.

@@ -79,9 +79,8 @@ def test_bf16_gradients_are_those_of_what_the_forward_computed(isa):
     ours = _run(
         self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=2.0, arithmetic=Arithmetic("bf16")
     )
-    torch.testing.assert_close(
-        ours[7], exact[7].float(), rtol=1e-4, atol=1e-4
-    )  # of the value's bias: sums of whole rows
+    of_value_bias = 7  # sums of whole rows of probabilities
+    torch.testing.assert_close(ours[of_value_bias], exact[of_value_bias].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_two_calls_do_not_disturb_each_other():
