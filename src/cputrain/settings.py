@@ -15,6 +15,8 @@ PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
 # How gradients travel between ranks, and whether the samples of a global batch are dealt to the ranks by length.
 GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
 BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
+# How many cores of each rank are kept free for communication, and which CPUs these are ("6,7") where ranks are bound.
+COMMUNICATION_CORES, COMMUNICATION_CPUS = "CPUTRAIN_CORES_FOR_COMMUNICATION", "CPUTRAIN_COMMUNICATION_CPUS"
 
 logger = logging.getLogger("cputrain")
 

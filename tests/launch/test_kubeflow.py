@@ -52,6 +52,15 @@ def test_a_train_job() -> None:
     assert fields(TRAINJOB) == expected
 
 
+def test_master_addr_comes_first_then_the_operators_then_the_configurations() -> None:
+    configured = Config(main_process_ip="own", main_process_port=7)
+    told = {**TRAINJOB, "MASTER_ADDR": "here", "MASTER_PORT": "6"}
+    assert fields(told, configured)["endpoint"] == "here:6"
+    assert fields(TRAINJOB, configured)["endpoint"] == "job-node-0-0.job:29500"
+    unsaid = {name: value for name, value in TRAINJOB.items() if not name.startswith("PET_MASTER")}
+    assert fields(unsaid, configured)["endpoint"] == "own:7"
+
+
 @pytest.mark.parametrize("value", ["", "1", "true"])
 def test_standalone_wins_over_all_that_speaks_of_others(value: str) -> None:
     alone = fields({**ELASTIC, "PET_STANDALONE": value})

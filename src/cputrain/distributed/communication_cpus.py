@@ -8,21 +8,18 @@ import logging
 import os
 from collections.abc import Iterator
 
-logger = logging.getLogger("cputrain")
+from cputrain.settings import COMMUNICATION_CPUS
 
-# Set by `cputrain run` and `cputrain launch`: numbers of logical CPUs, "6,7".
-VARIABLE = "CPUTRAIN_COMMUNICATION_CPUS"
-# How many cores of each rank don't compute: all that is known where ranks are not bound.
-COUNT = "CPUTRAIN_CORES_FOR_COMMUNICATION"
+logger = logging.getLogger("cputrain")
 
 
 def cpus() -> set[int]:
     """Empty: none were kept free, and communication shares the cores that compute."""
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(COMMUNICATION_CPUS, "")
     try:
         return {int(number) for number in text.split(",") if number.strip()}
     except ValueError:
-        raise ValueError(f"{VARIABLE} is a list of CPU numbers like 6,7, found {text!r}.") from None
+        raise ValueError(f"{COMMUNICATION_CPUS} is a list of CPU numbers like 6,7, found {text!r}.") from None
 
 
 def move_there() -> None:
@@ -47,7 +44,7 @@ def _move(wanted: frozenset[int]) -> None:
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:
-        _say_once(f"{VARIABLE}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")
+        _say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")
 
 
 @functools.cache

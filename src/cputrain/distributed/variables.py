@@ -6,7 +6,7 @@ import functools
 import logging
 from collections.abc import Mapping
 
-from cputrain.distributed import communication_cpus
+from cputrain import settings
 
 logger = logging.getLogger("cputrain")
 
@@ -19,7 +19,7 @@ def say_what_has_no_effect(transport: str, environ: Mapping[str, str]) -> None:
         return
     if environ.get("CCL_ATL_TRANSPORT"):
         _say_once(f"CCL_ATL_TRANSPORT has no effect: it is oneCCL's, and {transport} carries the data")
-    kept = environ.get(communication_cpus.VARIABLE) or environ.get(communication_cpus.COUNT)
+    kept = environ.get(settings.COMMUNICATION_CPUS) or environ.get(settings.COMMUNICATION_CORES)
     if environ.get("CCL_WORKER_COUNT") and not kept:
         _say_once(
             "CCL_WORKER_COUNT has no effect: cores are kept free for communication by `cputrain run` and "

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from cputrain import __version__
 from cputrain.launch import allocator, join
 from cputrain.launch.config import Config
-from cputrain.settings import BALANCE, GRADIENTS
+from cputrain.settings import BALANCE, COMMUNICATION_CORES, GRADIENTS
 
 # What of the launcher's own environment reaches ranks on other machines, where nothing is inherited.
 _FORWARDED = re.compile(
@@ -36,7 +36,7 @@ def of_training(
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
     if config.cores_for_communication:
-        added[join.COMMUNICATION] = str(config.cores_for_communication)
+        added[COMMUNICATION_CORES] = str(config.cores_for_communication)
     if config.grad_compression != "none":
         added[GRADIENTS] = config.grad_compression
     if config.balance != "length":

@@ -10,15 +10,13 @@ from collections.abc import Mapping, MutableMapping
 
 from cputrain import __version__, hardware
 from cputrain.launch import numa_memory, openmp, output, pmi, processes, ranks, rendezvous, roll_call, topology
+from cputrain.settings import COMMUNICATION_CORES, COMMUNICATION_CPUS
 
 logger = logging.getLogger("cputrain")
 
 # What `cputrain launch` tells the ranks that it starts.
 EXPECTED, VERSION = "CPUTRAIN_EXPECTED_RANKS", "CPUTRAIN_EXPECTED_VERSION"
 LABEL = "CPUTRAIN_LABEL_OUTPUT"
-COMMUNICATION = "CPUTRAIN_CORES_FOR_COMMUNICATION"
-# Where the communication threads of the `ccl` backend may run.
-COMMUNICATION_CPUS = "CPUTRAIN_COMMUNICATION_CPUS"
 # What ranks that were started by hand tell what they start: the roll call is over.
 MET = "CPUTRAIN_RANKS_HAVE_MET"
 _LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
@@ -145,7 +143,7 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
                 logger.info(f"{name} has no effect: this is one process, which communicates with nobody")
         return
     if communication(environ):  # the backend then knows that threads were left out for it, bound or not
-        environ[COMMUNICATION] = str(communication(environ))
+        environ[COMMUNICATION_CORES] = str(communication(environ))
     if place.rank == 0:
         threads = environ["OMP_NUM_THREADS"]
         logger.info(f"each rank computes with {threads} thread{'s' if threads != '1' else ''} ({share.reason})")
@@ -160,7 +158,7 @@ def _take_memory_there(cpus: hardware.Cpus) -> None:
 
 def communication(environ: Mapping[str, str]) -> int:
     """How many cores of each rank don't compute."""
-    name = next((name for name in (COMMUNICATION, "CCL_WORKER_COUNT") if environ.get(name)), None)
+    name = next((name for name in (COMMUNICATION_CORES, "CCL_WORKER_COUNT") if environ.get(name)), None)
     return ranks.number(environ, name) if name else 0
 
 
