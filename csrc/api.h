@@ -215,8 +215,8 @@ struct CclGroup {
   uint32_t round, unused;
 };
 // operation, dtype, reduction, root and bytes must be the same on every rank. The pointers depend
-// on the way: output = reduction of all inputs of `bytes` (only at root, unless -1); output =
-// reduction of everybody's parts[rank]; parts[r] = input of rank r, sizes[r] long and at most
+// on the way: output = reduction of everybody's output of `bytes` (only at root, unless -1); output
+// = reduction of everybody's parts[rank]; parts[r] = input of rank r, sizes[r] long and at most
 // `bytes` (or null: not wanted); parts[r] = send_parts[rank] of rank r. A rank's own part is never
 // copied where no reduction is.
 struct CclCollective {

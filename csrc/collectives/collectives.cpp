@@ -20,9 +20,9 @@ struct Reduction {
   int64_t dtype, kind, element;
 };
 
-// Reduces a range of a chunk that all others have shown, page by page where somebody's is zeros.
-void reduce_shown(const Member& m, const char* mine, int64_t first, int64_t last,
-                  const Reduction& how, char* out) {
+// Reduces a range of a chunk that all others have shown into this rank's own, page by page where
+// somebody's is zeros.
+void reduce_shown(const Member& m, char* mine, int64_t first, int64_t last, const Reduction& how) {
   const char* sources[kMostRanks];
   const auto is_shown = [&](int64_t page) {
     for (int64_t r = 0; r < m.ranks(); r++)
@@ -40,12 +40,9 @@ void reduce_shown(const Member& m, const char* mine, int64_t first, int64_t last
       sources[r] = !others ? mine + begin : left_out ? kZeros : m.slot(r) + begin;
       zeros &= !others || left_out;
     }
-    if (zeros && are_zeros(mine + begin, end - begin)) {  // whatever the reduction is
-      if (out != mine) memset(out + begin, 0, end - begin);
-    } else {
-      reduce(how.dtype, how.kind, out + begin, sources, m.ranks(), (end - begin) / how.element,
-             m.ranks());
-    }
+    if (zeros && are_zeros(mine + begin, end - begin)) continue;  // whatever the reduction is
+    reduce(how.dtype, how.kind, mine + begin, sources, m.ranks(), (end - begin) / how.element,
+           m.ranks());
   }
 }
 
@@ -56,13 +53,13 @@ bool reduce_directly(Member& m, const CclCollective& c, const Reduction& how) {
   const int64_t bytes = c.bytes;
   for (int64_t begin = 0; begin < bytes || begin == 0; begin += kChunk) {
     const int64_t size = least(kChunk, bytes - begin);
-    const char* mine = static_cast<const char*>(c.input) + begin;
+    char* mine = static_cast<char*>(c.output) + begin;
     if (!m.open_round()) return false;
     if (c.root != m.rank()) show_but_zeros(mine, size, m.slot(m.rank()));
     m.post();
     if (receives) {
       if (!m.await_all()) return false;
-      reduce_shown(m, mine, 0, size, how, static_cast<char*>(c.output) + begin);
+      reduce_shown(m, mine, 0, size, how);
     }
     m.close_round();
   }
@@ -95,8 +92,7 @@ struct Empty {
 bool reduce_in_parts(Member& m, const CclCollective& c, const Reduction& how) {
   Empty empty = {};  // of chunk k - 1
   const int64_t bytes = c.bytes, chunks = rounds_for(bytes, kChunk);
-  const char* in = static_cast<const char*>(c.input);
-  char* out = static_cast<char*>(c.output);
+  char* mine = static_cast<char*>(c.output);
   auto size_of = [&](int64_t chunk) { return least(kChunk, bytes - chunk * kChunk); };
   // Parts start at cache lines, so that no two ranks write the same one.
   auto part = [&](int64_t chunk, int64_t rank) {
@@ -107,22 +103,20 @@ bool reduce_in_parts(Member& m, const CclCollective& c, const Reduction& how) {
     if (!m.open_round()) return false;
     if (k > 0) {
       const int64_t begin = part(k - 1, m.rank()), end = part(k - 1, m.rank() + 1);
-      empty.copy_others(m.slot(m.rank()) + kChunk, out + (k - 1) * kChunk + begin, begin, end);
+      empty.copy_others(m.slot(m.rank()) + kChunk, mine + (k - 1) * kChunk + begin, begin, end);
     }
-    if (k < chunks) show_but_zeros(in + k * kChunk, size_of(k), m.slot(m.rank()));
+    if (k < chunks) show_but_zeros(mine + k * kChunk, size_of(k), m.slot(m.rank()));
     m.post();
     if (!m.await_all()) return false;
     if (k > 0)
       for (int64_t r = 0; r < m.ranks(); r++) {
         if (r == m.rank()) continue;
         const int64_t begin = part(k - 1, r), end = part(k - 1, r + 1);
-        if (out != in) memset(out + (k - 1) * kChunk + begin, 0, end - begin);
-        empty.copy_others(out + (k - 1) * kChunk + begin, m.slot(r) + kChunk, begin, end);
+        empty.copy_others(mine + (k - 1) * kChunk + begin, m.slot(r) + kChunk, begin, end);
       }
     if (k < chunks) {
       empty.look(m, size_of(k));
-      reduce_shown(m, in + k * kChunk, part(k, m.rank()), part(k, m.rank() + 1), how,
-                   out + k * kChunk);
+      reduce_shown(m, mine + k * kChunk, part(k, m.rank()), part(k, m.rank() + 1), how);
     }
     m.close_round();
   }

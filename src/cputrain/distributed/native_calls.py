@@ -223,12 +223,10 @@ class SharedMemory:
 
     # --- Collectives, over addresses and bytes -------------------------------------------------------------------
 
-    def reduce(
-        self, name: str, source: int, target: int, size: int, dtype: int, reduction: int, root: int, timeout: int
-    ) -> None:
-        """target = the reduction of everybody's source, at the root or (-1) everywhere."""
+    def reduce(self, name: str, address: int, size: int, dtype: int, reduction: int, root: int, timeout: int) -> None:
+        """In place: the reduction of everybody's, at the root or (-1) everywhere."""
         operation = _OPERATION_NUMBERS[name]
-        self._call(Collective(REDUCE_ALL, operation, dtype, reduction, root, size, source, target), timeout)
+        self._call(Collective(REDUCE_ALL, operation, dtype, reduction, root, size, 0, address), timeout)
 
     def reduce_scatter(
         self, target: int, parts: Sequence[int], size: int, dtype: int, reduction: int, timeout: int

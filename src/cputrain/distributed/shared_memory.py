@@ -49,28 +49,15 @@ class SharedMemoryTransport(Transport):
     # --- Reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
-        self._reduce("all_reduce", tensor, tensor, reduction, -1, timeout)
+        self._reduce("all_reduce", tensor, reduction, -1, timeout)
 
     def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
-        self._reduce("reduce", tensor, tensor, reduction, root, timeout)
+        self._reduce("reduce", tensor, reduction, root, timeout)
 
-    def _reduce(self, name: str, source: Tensor, target: Tensor, reduction: int, root: int, timeout: float) -> None:
-        dtype = native_calls.dtype_number(source.dtype, reduction)
-        address, size = source.data_ptr(), source.nbytes
-        self._call(
-            name,
-            source,
-            timeout,
-            self._memory.reduce,
-            name,
-            address,
-            target.data_ptr(),
-            size,
-            dtype,
-            reduction,
-            root,
-            reduction=reduction,
-        )
+    def _reduce(self, name: str, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
+        dtype = native_calls.dtype_number(tensor.dtype, reduction)
+        what = (name, tensor.data_ptr(), tensor.nbytes, dtype, reduction, root)
+        self._call(name, tensor, timeout, self._memory.reduce, *what, reduction=reduction)
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
         dtype = native_calls.dtype_number(output.dtype, reduction)
