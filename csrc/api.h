@@ -42,24 +42,27 @@ CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* 
 // bf16 of x + bias; bias or null.
 CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
                                            int64_t rows, int64_t cols);
+// The way back: out = kept · factor + offset, one of each for every column.
+CPUTRAIN_EXPORT void KERNEL(read_bf16)(const void* kept, const float* factor, const float* offset,
+                                       float* out, int64_t rows, int64_t cols);
 
 // LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are
-// for the backward pass.
+// for the backward pass. kept (or null) receives the normalised x, before weight and bias.
 CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias,
-                                        float* out, float* mean, float* rstd, int64_t rows,
-                                        int64_t cols, float eps);
+                                        float* out, void* kept, float* mean, float* rstd,
+                                        int64_t rows, int64_t cols, float eps);
 
 // z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y; if
-// `kept` receives it, z itself is not written and may be null. kept_out receives out (or null).
+// `kept` receives the normalised z, z itself is not written and may be null.
 CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
                                        const float* weight, const float* beta, float* z, void* kept,
-                                       float* out, void* kept_out, float* mean, float* rstd,
-                                       int64_t rows, int64_t cols, float eps, float p,
-                                       uint64_t key);
+                                       float* out, float* mean, float* rstd, int64_t rows,
+                                       int64_t cols, float eps, float p, uint64_t key);
 
 // The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
-// null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that.
-// weight, grad_weight, grad_beta, grad_bias or null. grad_z may be grad_out.
+// null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that. If
+// it was kept as bf16, z is what was normalised, and mean isn't read. weight, grad_weight,
+// grad_beta, grad_bias or null. grad_z may be grad_out.
 CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t bf16,
                                                  const float* mean, const float* rstd,
                                                  const float* weight, const float* grad_sum,
@@ -136,7 +139,7 @@ struct AttentionProblem {
   const int64_t *starts, *lengths;  // of the sequences, in tokens
   const int64_t* order;             // the sequences' numbers, longest first
   int64_t sequences, total, heads, kv_heads, size, causal;
-  int64_t bf16;  // q, k and v are bf16; in the backward pass out is, too
+  int64_t bf16;  // q, k and v are bf16
   float scale, p;
   uint64_t key;
 };

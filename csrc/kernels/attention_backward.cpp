@@ -47,10 +47,9 @@ Workspace workspace(float* memory, int64_t length, int64_t size) {
 }
 
 // Lays out dO times dropout's factor, and D on the way.
-template <class T>
 void pack_out_grad(const AttentionProblem& problem, const HeadTensor& grad, const Head& head,
                    const Workspace& work) {
-  const T* out = head_rows<T>(problem.out, head.start, head.number);
+  const float* out = head_rows(problem.out, head.start, head.number);
   const float* from = head_rows(grad, head.start, head.number);
   float* to = work.out_grad;
   const int tail = (int)(problem.size % kWidth);
@@ -177,7 +176,7 @@ void query_head(const AttentionProblem& problem, const AttentionGradients& grads
   const int64_t size = problem.size, stride = work.stride;
   pack_rows(head_rows<T>(problem.q, head.start, head.number), problem.q.token_stride, head.length,
             size, problem.scale * kLog2e, work.queries, stride);
-  pack_out_grad<T>(problem, grads.out, head, work);
+  pack_out_grad(problem, grads.out, head, work);
   float* const queries_grad = work.queries_grad + share.from_query * stride;
   const int64_t queries = share.to_query - share.from_query;
   memset(queries_grad, 0, queries * stride * sizeof(float));

@@ -84,7 +84,7 @@ void KERNEL(embed)(const float* word, const int64_t* word_ids, const float* posi
     const Moments m = moments(row, cols, total, eps, row);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
-    normalise(row, m, weight, beta, row, cols, row_key(key, r), rate);
+    normalise(row, m, weight, beta, row, cols, row_key(key, r), rate, nullptr);
   }
 }
 

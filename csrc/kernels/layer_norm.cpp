@@ -22,13 +22,7 @@ float join_row(const float* y, const float* bias, const float* residual, float* 
   return sum_of_chains(sums);
 }
 
-// A row, rounded to bf16.
-void keep_row(const float* z, Bf16* kept, int64_t cols) {
-  for_columns(
-      cols, [&](int64_t c, int, auto part) INLINE_BODY { part.store(kept + c, part.load(z + c)); });
-}
-
-// Everything that the backward of some rows reads and writes; Z is float or Bf16.
+// Everything that the backward of some rows reads and writes; Z is float, or Bf16 for x̂.
 template <class Z>
 struct Backward {
   const float* grad_out;
@@ -73,21 +67,23 @@ struct Backward {
 }  // namespace
 
 void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, float* out,
-                        float* mean, float* rstd, int64_t rows, int64_t cols, float eps) {
+                        void* kept, float* mean, float* rstd, int64_t rows, int64_t cols,
+                        float eps) {
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
   for (int64_t r = 0; r < rows; r++) {
     const float* row = x + r * cols;
     const Moments m = moments(row, cols, row_sum(row, cols), eps, row + cols);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
-    normalise_row(row, m, weight, bias, out + r * cols, cols);
+    normalise_row(row, m, weight, bias, out + r * cols, cols, {}, DropoutRate(0.f),
+                  kept ? (Bf16*)kept + r * cols : nullptr);
   }
 }
 
 void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
                        const float* weight, const float* beta, float* z, void* kept, float* out,
-                       void* kept_out, float* mean, float* rstd, int64_t rows, int64_t cols,
-                       float eps, float p, uint64_t key) {
+                       float* mean, float* rstd, int64_t rows, int64_t cols, float eps, float p,
+                       uint64_t key) {
   const DropoutRate rate(p);
   const auto join = bias ? (p > 0 ? join_row<true, true> : join_row<true, false>)
                          : (p > 0 ? join_row<false, true> : join_row<false, false>);
@@ -99,9 +95,8 @@ void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
     const Moments m = moments(row, cols, total, eps, residual + at + cols);
     mean[r] = m.mean;
     rstd[r] = m.rstd;
-    normalise_row(row, m, weight, beta, out + at, cols);
-    if (kept) keep_row(row, (Bf16*)kept + at, cols);
-    if (kept_out) keep_row(out + at, (Bf16*)kept_out + at, cols);
+    normalise_row(row, m, weight, beta, out + at, cols, {}, DropoutRate(0.f),
+                  kept ? (Bf16*)kept + at : nullptr);
   }
 }
 

@@ -34,19 +34,33 @@ inline Moments moments(const float* x, int64_t cols, float total, float eps, con
   return {mean, 1.f / std::sqrt(variance + eps)};
 }
 
-// weight or bias may be null. out may be x.
+// weight or bias may be null. out may be x. kept (or null) receives x̂ = (x - mean)·rstd.
 template <bool kDropout = false>
 inline void normalise_row(const float* x, Moments m, const float* weight, const float* bias,
                           float* out, int64_t cols, RowKey key = {},
-                          DropoutRate rate = DropoutRate(0.f)) {
+                          DropoutRate rate = DropoutRate(0.f), Bf16* kept = nullptr) {
   for_columns_dropped<kDropout>(cols, key, rate,
                                 [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
                                   fetch_to_write(out + cols + c);
                                   Vec y = (part.load(x + c) - m.mean) * m.rstd;
+                                  if (kept) {
+                                    fetch_to_write(kept + cols + c);
+                                    part.store(kept + c, y);
+                                  }
                                   if (weight) y *= part.load(weight + c);
                                   if (bias) y += part.load(bias + c);
                                   part.store(out + c, y * factor);
                                 });
+}
+
+// x̂ from what the forward kept: x itself, or x̂ as bf16.
+template <class Part>
+INLINE_BODY inline Vec normed(const Part& part, const float* x, Moments m) {
+  return (part.load(x) - m.mean) * m.rstd;
+}
+template <class Part>
+INLINE_BODY inline Vec normed(const Part& part, const Bf16* x, Moments) {
+  return part.load(x);
 }
 
 // What the backward of a row adds to, one row of sums each.
@@ -54,7 +68,7 @@ struct NormSums {
   float *weight, *beta, *bias;
 };
 
-// mean(g) and mean(g·x̂) of the gradient's formula, where g = grad·weight and x̂ = (x - mean)·rstd.
+// mean(g) and mean(g·x̂) of the gradient's formula, where g = grad·weight.
 struct GradMeans {
   float g, product;
 };
@@ -75,8 +89,7 @@ inline void grad_means(const float* grad, const X* x, const Moments* m, const fl
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; r++) {
       const Vec g = part.load(grad + r * cols + c);
-      const Vec normed = (part.load(x + r * cols + c) - m[r].mean) * m[r].rstd;
-      const Vec product = g * normed;
+      const Vec product = g * normed(part, x + r * cols + c, m[r]);
       for_weight += product;
       for_beta += g;
       sums[r][j % kEach] += g * w;
@@ -102,23 +115,24 @@ inline void norm_grad_row(const float* grad, const X* x, Moments m, GradMeans me
                           DropoutRate rate = DropoutRate(0.f)) {
   // Over one column the gradient is exactly 0, which a rounding error times a huge rstd would hide.
   const float rstd = cols > 1 ? m.rstd : 0.f;
-  const float slope = -rstd * rstd * means.product, start = -rstd * means.g;
-  for_columns_dropped<kDropout>(
-      cols, key, rate, [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
-        fetch(grad + kRowsTogether * cols + c);
-        fetch(x + kRowsTogether * cols + c);
-        fetch_to_write(grad_x + cols + c);
-        const Vec g = part.load(grad + c) * part.load(weight + c);
-        Vec result = g * rstd + ((part.load(x + c) - m.mean) * slope + start);
-        if (also) result += part.load(also + c);
-        part.store(grad_x + c, result);
-        result *= factor;
-        if (kDropout) {
-          fetch_to_write(grad_y + cols + c);
-          part.store(grad_y + c, result);
-        }
-        if (kBias) part.store(add.bias + c, part.load(add.bias + c) + result);
-      });
+  const float slope = -rstd * means.product, start = -rstd * means.g;
+  for_columns_dropped<kDropout>(cols, key, rate,
+                                [&](int64_t c, int, auto part, Vec factor) INLINE_BODY {
+                                  fetch(grad + kRowsTogether * cols + c);
+                                  fetch(x + kRowsTogether * cols + c);
+                                  fetch_to_write(grad_x + cols + c);
+                                  const Vec g = part.load(grad + c) * part.load(weight + c);
+                                  Vec result = g * rstd + (normed(part, x + c, m) * slope + start);
+                                  if (also) result += part.load(also + c);
+                                  part.store(grad_x + c, result);
+                                  result *= factor;
+                                  if (kDropout) {
+                                    fetch_to_write(grad_y + cols + c);
+                                    part.store(grad_y + c, result);
+                                  }
+                                  if (kBias)
+                                    part.store(add.bias + c, part.load(add.bias + c) + result);
+                                });
 }
 
 }  // namespace

@@ -32,6 +32,7 @@ SIGNATURES = {
     "activation": "pppp" + "iii",
     "activation_backward": "ppipppp" + "iii",
     "round_to_bf16": "ppp" + "ii",
+    "read_bf16": "pppp" + "ii",
     "attention_forward": "p",
     "attention_backward": "pp",
     "adam": "ipppppp" + "ddddd" + "i",
@@ -56,9 +57,9 @@ SIGNATURES = {
     "embed_backward": "ppppppppppppp" + "iifk",
     "embedding_grad": "ppp" + "iii",
     "find_outside": "piip",
-    "layer_norm": "pppppp" + "iif",
+    "layer_norm": "ppppppp" + "iif",
     "layer_norm_backward": "ppippppppppp" + "iifk",
-    "post_norm": "ppppppppppp" + "iiffk",
+    "post_norm": "pppppppppp" + "iiffk",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
 

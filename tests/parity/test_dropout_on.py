@@ -103,6 +103,22 @@ def test_checkpointed_gradients_equal_plain_ones_bit_for_bit(dtype, reentrant, m
     assert all(torch.equal(plain[name], again[name]) for name in plain)
 
 
+@pytest.mark.parametrize("reentrant", [True, False], ids=["reentrant", "not reentrant"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "electra", "vit"])
+def test_checkpointed_gradients_in_bf16(monkeypatch, name, reentrant):
+    """A layer's input is kept as its norm keeps it, but rounded by itself when a checkpoint runs the layer again."""
+    monkeypatch.setattr("cputrain.hardware.has_bf16", lambda: False)
+    model, batch = tiny(name, padding=padding_of(name), dropout=0.2)
+    if name == "gpt2":
+        batch["use_cache"] = False
+    cputrain.optimize(model, dtype="bf16")
+    plain = gradients_of(model, seeded_loss(batch))
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    again = gradients_of(model, seeded_loss(batch))
+    for n in plain:
+        assert plain[n] is again[n] is None or (plain[n] - again[n]).norm() <= 2**-6 * plain[n].norm() + 1e-6, n
+
+
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mistral", "electra", "vit", "modernbert"])
 def test_checkpointed_gradients_of_other_models(name):
     model, batch = tiny(name, padding=padding_of(name), dropout=0.2)

@@ -30,6 +30,10 @@ logger = logging.getLogger("cputrain")
 
 Kind = Literal["fp32", "int16", "bf16", "native_bf16"]
 
+# What is kept of a product's input, nothing if its weight needs no gradient. In bf16: numbers as bf16, and two rows of
+# floats by which they are multiplied and added to. A LayerNorm's result and its backward then need one and the same.
+Kept = tuple[Tensor, ...]
+
 _STORAGE = {"bf16": torch.bfloat16, "native_bf16": torch.bfloat16}
 
 # A look multiplies 16 vectors of each side: well under a millisecond, once in so many forwards of a layer.
@@ -86,15 +90,20 @@ class Call:
         """As the arithmetic's, but fp32 while somebody probes."""
         return _STORAGE.get(self.kind, torch.float32)
 
-    def keep(self, x: Tensor) -> Tensor:
-        """`x` as it is kept for the backward; `kept_as_float` reads it."""
+    def keep(self, x_TI: Tensor) -> Kept:
+        """What is kept of x for the backward; in bf16 `kept_as_float` reads it.
+
+        How many tensors, and of which types, is a question of the kind alone: a checkpoint that runs the forward again
+        expects what it found before.
+        """
         if self.kind not in _STORAGE:
-            return x
-        kept = _last.kept_of(x)
+            return (x_TI,)
+        kept = _last.kept_of(x_TI, rounded_only=self.kind == "native_bf16")
         if kept is None:
-            kept = x.to(_STORAGE[self.kind])
-            note_kept(x, kept)
-        return kept
+            rounded = x_TI.to(torch.bfloat16, memory_format=torch.contiguous_format)
+            kept = rounded, affine_of(None, None, x_TI.shape[-1])
+            _last.note(x_TI, kept, rounded=True)
+        return kept if self.kind == "bf16" else kept[:1]
 
     def note_columns(self, kept: Tensor, x_TI: Tensor) -> None:
         if self.watched is not None:
@@ -132,24 +141,41 @@ class _Last(threading.local):
 
     source: Tensor | None = None  # held, so that nothing else can lie in its place
     version = 0
-    kept: Tensor | None = None
+    kept: tuple[Tensor, Tensor]
+    rounded = False  # kept[0] is the source itself, rounded
 
-    def kept_of(self, x: Tensor) -> Tensor | None:
+    def note(self, source: Tensor, kept: tuple[Tensor, Tensor], rounded: bool) -> None:
+        if source.is_contiguous() and not source.is_inference():
+            self.source = source.detach()  # not the source itself, which will hold the graph
+            self.version, self.kept, self.rounded = source._version, kept, rounded
+
+    def kept_of(self, x: Tensor, rounded_only: bool) -> tuple[Tensor, Tensor] | None:
         source = self.source
         if source is None or source.data_ptr() != x.data_ptr() or source.numel() != x.numel():
             return None
         if source._version != self.version or not x.is_contiguous() or x.dtype != source.dtype:
             return None
-        return self.kept.view(x.shape)  # type: ignore[union-attr]
+        if source.shape[-1:] != x.shape[-1:] or rounded_only > self.rounded:
+            return None
+        kept, affine = self.kept
+        return kept.view(x.shape), affine
 
 
 _last = _Last()
 
 
-def note_kept(source: Tensor, kept: Tensor) -> None:
-    if source.is_contiguous() and not source.is_inference():
-        _last.source = source.detach()  # not `source` itself, which will hold the graph
-        _last.version, _last.kept = source._version, kept
+def note_normed(out_TI: Tensor, normed_TI: Tensor, weight_I: Tensor | None, bias_I: Tensor | None) -> None:
+    """Whoever keeps `out`, a LayerNorm's result, keeps what its backward keeps: out = normed · weight + bias."""
+    _last.note(out_TI, (normed_TI, affine_of(weight_I, bias_I, out_TI.shape[-1])), rounded=False)
+
+
+def affine_of(weight_I: Tensor | None, bias_I: Tensor | None, features: int) -> Tensor:
+    """Copies of both, 2 × I: another module's parameters may be gone by the backward (fully_shard)."""
+    affine = torch.zeros(2, features)
+    affine[0] = 1 if weight_I is None else weight_I.detach()
+    if bias_I is not None:
+        affine[1] = bias_I.detach()
+    return affine
 
 
 def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -159,9 +185,14 @@ def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:
     return out
 
 
-def kept_as_float(kept: Tensor) -> Tensor:
+def kept_as_float(kept: Kept) -> Tensor:
     """To be used at once: what was kept as bf16 is spread out in a workspace."""
-    return kept if kept.dtype == torch.float32 else workspace.floats("kept", *kept.shape).copy_(kept)
+    if len(kept) == 1:
+        return kept[0]
+    kept_TI, (factor_I, offset_I) = kept
+    out = workspace.floats("kept", *kept_TI.shape)
+    native.kernels().read_bf16(*map(address, (kept_TI, factor_I, offset_I, out)), *rows_and_cols(kept_TI))
+    return out
 
 
 def sampled_error(left: Tensor, right: Tensor) -> tuple[float, float]:

@@ -177,7 +177,7 @@ def attention_backward(
 ) -> None:
     """Writes the gradients into dq, dk and dv, whatever their token and head strides; adds to dbias.
 
-    q, k, v and out may be bfloat16, all of them.
+    q, k and v may be bfloat16, all of them.
     """
     if sequences.padded:
         for grad in (dq, dk, dv):

@@ -31,7 +31,7 @@ def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic, p
 
 def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
-    kept, kept_h, weight1, bias1, weight2 = saved
+    kept_h, weight1, bias1, weight2, *kept = saved
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
     second = OutputGradient(grad_y, ctx.call, True, need_weight2, need_bias2)
     activation = workspace.floats("middle", *kept_h.shape) if need_weight2 else None
@@ -51,7 +51,7 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic):
         kept, kept_h, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
-        ctx.save_for_backward(kept, kept_h, weight1, bias1, weight2)
+        ctx.save_for_backward(kept_h, weight1, bias1, weight2, *kept)
         return y_TH
 
     @staticmethod
@@ -68,14 +68,14 @@ class _FeedForwardNorm(torch.autograd.Function):
         out, mean, rstd, kept_sum = post_norm_forward(
             sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, ctx.call.storage
         )
-        ctx.save_for_backward(kept, kept_h, weight1, bias1, weight2, norm_weight, kept_sum, mean, rstd)
+        ctx.save_for_backward(norm_weight, kept_sum, mean, rstd, kept_h, weight1, bias1, weight2, *kept)
         ctx.p, ctx.key, ctx.has_bias2 = p, key, bias2 is not None
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_out):
-        *products, norm_weight, kept_sum, mean, rstd = ctx.saved_tensors
+        norm_weight, kept_sum, mean, rstd, *products = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
             grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )

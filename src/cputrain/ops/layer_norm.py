@@ -6,24 +6,27 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.ops.arithmetic import note_normed
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
 
 
 def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and each row's mean and 1 / deviation for the backward; x is contiguous."""
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, storage: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result, and for the backward each row's mean and 1 / deviation, and x or, as bf16, the normalised x.
+
+    x is contiguous.
+    """
     rows, cols = rows_and_cols(x)
     out, mean, rstd = torch.empty_like(x), x.new_empty(rows), x.new_empty(rows)
-    native.kernels().layer_norm(
-        *map(address, (x, weight, bias, out, mean, rstd)),
-        rows,
-        cols,
-        eps,
-    )
-    return out, mean, rstd
+    kept = None if storage is torch.float32 else torch.empty_like(x, dtype=storage)
+    native.kernels().layer_norm(*map(address, (x, weight, bias, out, kept, mean, rstd)), rows, cols, eps)
+    if kept is None:
+        return out, mean, rstd, x
+    note_normed(out, kept, weight, bias)
+    return out, mean, rstd, kept
 
 
 def layer_norm_backward(
@@ -44,18 +47,17 @@ def joined_norm_forward(
     p: float,
     key: int,
     z: Tensor,
-    kept_out: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """z = residual + dropout(y + bias), written into `z` (float or bf16), and its LayerNorm, mean and 1 / deviation.
+    """The LayerNorm of z = residual + dropout(y + bias), its mean and 1 / deviation.
 
-    `kept_out` receives the result as bf16.
+    `z` receives the sum or, if it is bf16, the normalised sum.
     """
     rows, cols = rows_and_cols(y)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
     native.kernels().post_norm(
         *map(address, (y, bias, residual, weight, beta)),
         *((None, address(z)) if is_bf16(z) else (address(z), None)),
-        *map(address, (out, kept_out, mean, rstd)),
+        *map(address, (out, mean, rstd)),
         rows,
         cols,
         eps,
@@ -103,8 +105,8 @@ class _LayerNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, bias, eps, storage):
         x, weight, bias = contiguous(x, weight, bias)
-        out, mean, rstd = layer_norm_forward(x, weight, bias, eps)
-        ctx.save_for_backward(x.to(storage), mean, rstd, weight)
+        out, mean, rstd, kept = layer_norm_forward(x, weight, bias, eps, storage)
+        ctx.save_for_backward(kept, mean, rstd, weight)
         ctx.has_bias = bias is not None
         return out
 

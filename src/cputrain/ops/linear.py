@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cputrain.ops import matmul, workspace
 from cputrain.ops.activation import activation_forward
-from cputrain.ops.arithmetic import FP32, Arithmetic, Call, kept_as_float
+from cputrain.ops.arithmetic import FP32, Arithmetic, Call, Kept, kept_as_float
 from cputrain.ops.gradient import fp32_backward
 
 
@@ -24,11 +24,18 @@ def flat(x: Tensor) -> Tensor:
 
 
 def forward_product(
-    x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, call: Call, keep: bool = True, passing: str = ""
-) -> tuple[Tensor, Tensor | None]:
-    """y_TO = x wᵀ + bias, and what the weight's gradient will need of x (None unless `keep`).
+    x_TI: Tensor,
+    w_OI: Tensor,
+    bias_O: Tensor | None,
+    call: Call,
+    keep: bool = True,
+    held: bool = False,
+    passing: str = "",
+) -> tuple[Tensor, Kept]:
+    """y_TO = x wᵀ + bias, and what the weight's gradient will need of x (nothing unless `keep`).
 
-    A result that is `passing` won't be kept as it is: in bf16 it lies in the workspace of that name.
+    In bf16, an x that is `held` by somebody as it is needs no copy, and a result that is `passing` lies in the
+    workspace of that name: it won't be kept as it is.
     """
     if call.kind == "int16":
         rows, columns = matmul.pack(x_TI, rows="left", columns="right" if keep else None)
@@ -36,16 +43,16 @@ def forward_product(
         y = matmul.product(rows, matmul.by_rows(w_OI, "right"), bias=bias_O)
         call.look_at_rows("a forward product", x_TI, w_OI)
         if columns is None:
-            return y, None
+            return y, ()
         call.note_columns(columns.memory, x_TI)
-        return y, columns.memory
-    kept = call.keep(x_TI) if keep else None
+        return y, (columns.memory,)
     if call.kind == "native_bf16":
-        y = (call.keep(x_TI) if kept is None else kept).mm(w_OI.bfloat16().t()).float()
-        return y if bias_O is None else y.add_(bias_O), kept
+        (x_in_bf16,) = call.keep(x_TI)
+        y = x_in_bf16.mm(w_OI.bfloat16().t()).float()
+        return y if bias_O is None else y.add_(bias_O), (x_in_bf16,) if keep else ()
     out = workspace.floats(passing, x_TI.shape[0], w_OI.shape[0]) if passing and call.kind == "bf16" else None
     y = torch.mm(x_TI, w_OI.t(), out=out) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t(), out=out)
-    return y, kept
+    return y, () if not keep else (x_TI,) if held else call.keep(x_TI)
 
 
 def activated_product(
@@ -61,14 +68,14 @@ def activated_product(
     return y, h_TM
 
 
-def kept_input(x_TI: Tensor, call: Call) -> Tensor:
+def kept_input(x_TI: Tensor, call: Call) -> Kept:
     """What `of_weight` needs of x, for an input that is computed again in the backward."""
     if call.kind == "int16":
         _, columns = matmul.pack(x_TI, columns="right")
         assert columns is not None
         call.note_columns(columns.memory, x_TI)
-        return columns.memory
-    return x_TI.bfloat16() if call.kind == "native_bf16" else x_TI
+        return (columns.memory,)
+    return (x_TI.bfloat16() if call.kind == "native_bf16" else x_TI,)
 
 
 class OutputGradient:
@@ -101,14 +108,14 @@ class OutputGradient:
             return dx.float() if add_to is None else add_to.add_(dx)
         return torch.mm(self.dy, w_OI, out=out) if add_to is None else add_to.addmm_(self.dy, w_OI)
 
-    def of_weight(self, kept: Tensor, in_features: int) -> Tensor:
+    def of_weight(self, kept: Kept, in_features: int) -> Tensor:
         """dw_OI = dyᵀ x, from what `forward_product` or `kept_input` kept of x."""
         if self.call.kind == "int16":
             assert self.columns is not None
-            self.call.look_at_columns("a weight gradient", self.dy, kept)
-            return matmul.product(self.columns, matmul.Operand(kept, in_features, self.columns.depth, "right"))
+            self.call.look_at_columns("a weight gradient", self.dy, kept[0])
+            return matmul.product(self.columns, matmul.Operand(kept[0], in_features, self.columns.depth, "right"))
         if self.call.kind == "native_bf16":
-            return self.dy.t().mm(kept).float()
+            return self.dy.t().mm(kept[0]).float()
         return self.dy.t().mm(kept_as_float(kept))
 
 
@@ -117,13 +124,13 @@ class _Linear(torch.autograd.Function):
     def forward(ctx, x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, arithmetic: Arithmetic) -> Tensor:
         ctx.call = arithmetic.begin()
         y, kept = forward_product(x_TI, w_OI, bias_O, ctx.call, keep=ctx.needs_input_grad[1])
-        ctx.save_for_backward(kept, w_OI)
+        ctx.save_for_backward(w_OI, *kept)
         return y
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_TO: Tensor):
-        kept, w_OI = ctx.saved_tensors
+        w_OI, *kept = ctx.saved_tensors
         need_x, need_w, need_bias, _ = ctx.needs_input_grad
         grad = OutputGradient(grad_TO.contiguous(), ctx.call, need_x, need_w, need_bias)
         grad_x = grad.of_input(w_OI) if need_x else None

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from cputrain.ops import layer_norm
-from cputrain.ops.arithmetic import note_kept
+from cputrain.ops.arithmetic import note_normed
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.operands import contiguous, require_float32, require_size
@@ -23,15 +23,14 @@ def post_norm_forward(
     key: int,
     storage: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result, each row's mean and 1 / deviation, and the sum before the norm as `storage` (as float, over y).
+    """The result, each row's mean and 1 / deviation, and what the backward needs of the sum before the norm.
 
-    Whoever uses the result next will keep it as bf16, too: that is written while the row is in the cache.
+    That is the sum itself, over y, or as bf16 the normalised sum, of which whoever uses the result makes it again.
     """
-    if storage is torch.float32:
-        return *layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, y), y
-    z, kept_out = (torch.empty_like(y, dtype=storage) for _ in range(2))
-    norm = layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z, kept_out)
-    note_kept(norm[0], kept_out)
+    z = y if storage is torch.float32 else torch.empty_like(y, dtype=storage)
+    norm = layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z)
+    if z is not y:
+        note_normed(norm[0], z, weight, beta)
     return *norm, z
 
 

@@ -1,6 +1,7 @@
 """LayerNorm(residual + dropout(linear(x))): the end of a post-norm block, one product and one pass.
 
-Kept for the backward: x, the sum before the norm (written over the product's own output), its mean and deviation.
+Kept for the backward: x (in bf16 as it is: it comes from attention, which keeps it so), the sum before the norm
+(written over the product's own output), its mean and deviation.
 """
 
 from __future__ import annotations
@@ -19,18 +20,20 @@ class _ResidualBlock(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, arithmetic):
         ctx.call = arithmetic.begin()
-        sum_TO, kept = forward_product(x_TI, weight, None, ctx.call, keep=ctx.needs_input_grad[2], passing="sum")
+        sum_TO, kept = forward_product(
+            x_TI, weight, None, ctx.call, keep=ctx.needs_input_grad[2], held=True, passing="sum"
+        )
         out, mean, rstd, kept_sum = post_norm_forward(
             sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key, ctx.call.storage
         )
-        ctx.save_for_backward(kept, weight, norm_weight, kept_sum, mean, rstd)
+        ctx.save_for_backward(weight, norm_weight, kept_sum, mean, rstd, *kept)
         ctx.p, ctx.key, ctx.has_bias = p, key, bias is not None
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_out):
-        kept, weight, norm_weight, kept_sum, mean, rstd = ctx.saved_tensors
+        weight, norm_weight, kept_sum, mean, rstd, *kept = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias = post_norm_backward(
             grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )

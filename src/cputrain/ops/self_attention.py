@@ -1,8 +1,8 @@
 """Query, key and value as one product, and attention on it: one operator, so that what lies between is never a tensor
 that somebody else may hold.
 
-Kept for the backward: x, the product and the attention's output (all as the arithmetic says), the log-sum-exp. The
-joined weight is a copy, made anew in the backward.
+Kept for the backward: x and the product (as the arithmetic says), the attention's output, the log-sum-exp. The joined
+weight is a copy, made anew in the backward.
 
 Shapes: x_TI tokens × in-features, three weights (heads · size) × I.
 """
@@ -36,16 +36,20 @@ class _SelfAttention(torch.autograd.Function):
             qkv = rounded(qkv, bias)
         ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
         out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key)
-        ctx.save_for_backward(kept, qkv, ctx.call.keep(out), lse, *weights)
+        kept_out = out  # as the next product keeps it, which is bf16 only if it multiplies that
+        if ctx.call.kind == "native_bf16":
+            kept_out = ctx.call.keep(out.flatten(1))[0].view(out.shape)
+        ctx.save_for_backward(qkv, kept_out, lse, *weights, *kept)
         return out.flatten(1)
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad):
-        kept, qkv, out, lse, *weights = ctx.saved_tensors
+        qkv, out, lse, *weights_and_kept = ctx.saved_tensors
+        weights, kept = weights_and_kept[:3], weights_and_kept[3:]
         dqkv = workspace.floats("qkv", *qkv.shape)
         grad = grad.contiguous().view(out.shape)
-        parts = (*split_packed(qkv, ctx.heads), out, lse, *ctx.settings, None, *split_packed(dqkv, ctx.heads))
+        parts = (*split_packed(qkv, ctx.heads), out.float(), lse, *ctx.settings, None, *split_packed(dqkv, ctx.heads))
         attention_backward(grad, *parts)
         need_x, need_weights, need_biases = (
             ctx.needs_input_grad[0],

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cputrain.ops import arithmetic as module
-from cputrain.ops.arithmetic import Arithmetic, rounded, sampled_error
+from cputrain.ops.arithmetic import Arithmetic, kept_as_float, rounded, sampled_error
+from cputrain.ops.layer_norm import layer_norm_forward
 from cputrain.ops.linear import linear
 
 
@@ -96,14 +97,40 @@ def test_copies_know_and_pickles_forget():
 
 def test_what_two_operators_keep_is_kept_once():
     call, x = Arithmetic("bf16").begin(), torch.randn(6, 8)
-    kept = call.keep(x)
-    assert call.keep(x.view(3, 16)).data_ptr() == kept.data_ptr()
+    kept, _ = call.keep(x)
+    assert call.keep(x.view(2, 3, 8))[0].data_ptr() == kept.data_ptr()
     x.add_(1)  # a change must not go unnoticed
-    assert torch.equal(call.keep(x), x.bfloat16())
     other = torch.randn(6, 8)
-    assert torch.equal(call.keep(other), other.bfloat16())
-    assert torch.equal(call.keep(other.t()), other.t().bfloat16())
-    assert torch.equal(call.keep(other[:3]), other[:3].bfloat16())
+    for y in (x, x.view(3, 16), other, other.t(), other[:3]):
+        assert torch.equal(call.keep(y)[0], y.bfloat16())
+        assert torch.equal(kept_as_float(call.keep(y)), y.bfloat16().float())
+
+
+@pytest.mark.parametrize("with_weight", [True, False])
+def test_a_norms_result_is_kept_as_its_backward_keeps_it(isa, threads, with_weight):
+    """And read again within what rounding the normalised values costs; products in bf16 get the result itself."""
+    for rows, features in ((1, 1), (7, 63), (65, 65), (300, 130)):
+        x = torch.randn(rows, features)
+        weight, bias = torch.randn(2, features) if with_weight else (None, None)
+        out, _, _, normed = layer_norm_forward(x, weight, bias, 1e-5, torch.bfloat16)
+        kept = Arithmetic("bf16").begin().keep(out)
+        assert kept[0].data_ptr() == normed.data_ptr()
+        size = (out if bias is None else out - bias).abs()
+        assert ((kept_as_float(kept) - out).abs() <= size / 256 + 1e-6).all()
+        (operand,) = Arithmetic("native_bf16").begin().keep(out)
+        assert torch.equal(operand, out.bfloat16())
+        if weight is not None:  # a copy: the parameter may change or be gone by then
+            before = kept_as_float(kept).clone()
+            weight.zero_()
+            assert torch.equal(kept_as_float(kept), before)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "bf16", "native_bf16"])
+def test_what_is_kept_has_one_form(kind):
+    """A checkpoint that runs the forward again finds other neighbours, and must find as many tensors, of one kind."""
+    out = layer_norm_forward(torch.randn(6, 8), None, None, 1e-5, Arithmetic(kind).storage)[0]
+    after_norm, alone = Arithmetic(kind).begin().keep(out), Arithmetic(kind).begin().keep(out.clone())
+    assert [(t.shape, t.dtype) for t in after_norm] == [(t.shape, t.dtype) for t in alone]
 
 
 def test_keeping_holds_no_graph():

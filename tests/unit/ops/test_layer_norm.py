@@ -132,18 +132,47 @@ def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
 
 @pytest.mark.parametrize("shape", [(1, 1), (5, 7), (3, 63), (65, 65), (33, 384)])
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_sum_kept_as_bf16(isa, threads, shape, p):
-    """The result is the same to the bit, the sum is rounded, and the gradient is that of the rounded sum."""
+def test_normalised_sum_kept_as_bf16(isa, threads, shape, p):
+    """The result is the same to the bit, x̂ is rounded, and the gradient is that of the rounded x̂."""
     y, residual, bias, weight, beta = (torch.randn(s) for s in (shape, shape, *[shape[1:]] * 3))
     out, mean, rstd, z = post.post_norm_forward(y.clone(), bias, residual, weight, beta, 1e-5, p, KEY)
     again, mean16, rstd16, kept = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY, torch.bfloat16)
     assert torch.equal(out, again) and torch.equal(mean, mean16) and torch.equal(rstd, rstd16)
-    assert torch.equal(kept, z.bfloat16())
+    normed = (z - mean[:, None]) * rstd[:, None]
+    torch.testing.assert_close(kept, normed.bfloat16(), rtol=2**-7, atol=1e-6)
     grad = torch.randn(shape)
     ours = post.post_norm_backward(grad, kept, mean, rstd, weight, p, KEY)
-    rounded = post.post_norm_backward(grad, kept.float(), mean, rstd, weight, p, KEY)
-    for a, b in zip(ours, rounded, strict=True):
-        assert torch.equal(a, b)
+    expected = _norm_backward(
+        grad.double(), kept.double(), rstd.double(), weight.double(), _factors(p, shape, torch.float64)
+    )
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a.double(), b, rtol=2e-5, atol=2e-5)
+
+
+def _norm_backward(grad, normed, rstd, weight, kept):
+    """The gradients of residual, y, weight, beta and bias by their formulas, from x̂."""
+    g = grad * weight
+    residual = rstd[:, None] * (g - g.mean(1, keepdim=True) - normed * (g * normed).mean(1, keepdim=True))
+    residual = residual if grad.shape[1] > 1 else torch.zeros_like(residual)  # x̂ of one column is 0
+    y = residual if kept is None else residual * kept
+    return residual, y, (grad * normed).sum(0), grad.sum(0), y.sum(0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("affine", ["both", "weight", "none"])
+def test_layer_norm_kept_as_bf16(isa, threads, shape, affine):
+    """The result to the bit; every gradient within bf16's rounding of x̂."""
+    tensors = [torch.randn(shape) * 3 + 1]
+    tensors += [
+        torch.randn(shape[-1]) if affine != "none" else None,
+        torch.randn(shape[-1]) if affine == "both" else None,
+    ]
+    grad = torch.randn(shape)
+    ours = _run(lambda *a: norm.layer_norm(*a, 1e-5, torch.bfloat16), tensors, [grad], torch.float32)
+    exact = _run(lambda *a: norm.layer_norm(*a, 1e-5), tensors, [grad], torch.float32)
+    assert torch.equal(ours[0], exact[0])
+    for a, b in zip(ours[1:], exact[1:], strict=True):
+        assert a is b is None or (a - b).norm() <= 2**-7 * b.norm() + 1e-5
 
 
 def test_bf16_of_what_is_no_number(isa):
