@@ -190,22 +190,24 @@ def run_side(name: str, settings: Settings) -> None:
 
 def compare(settings: Settings, arguments: argparse.Namespace) -> Answer:
     """All that one row of the report says."""
-    sides = [
-        Side(name, __file__, asdict(settings), environment(arguments.isa, settings.threads, ours=is_ours(name)))
-        for name in (arguments.baseline, arguments.against)
-    ]
-    try:
-        pairs = []
-        for number, pair in enumerate(in_turns(sides, arguments.warmup + arguments.steps)):
-            show_progress(settings, number, arguments.warmup + arguments.steps, pair)
-            pairs += [pair] if number >= arguments.warmup else []
-        # Memory first: the matrix product below would add its own.
-        memory = [side.ask("memory")["peak_mb"] for side in sides]
-        peak = max(sides[0].ask("peak")["gflops"] for _ in range(3))
-    finally:
-        for side in sides:
-            side.close()
-    return summary(settings, pairs, memory, peak)
+    steps, memories, peaks = [], [], []
+    for start in range(arguments.starts):
+        names = [arguments.baseline, arguments.against][:: -1 if start % 2 else 1]
+        sides = [
+            Side(name, __file__, asdict(settings), environment(arguments.isa, settings.threads, ours=is_ours(name)))
+            for name in names
+        ][:: -1 if start % 2 else 1]
+        try:
+            for number, pair in enumerate(in_turns(sides, arguments.warmup + arguments.steps)):
+                show_progress(settings, number, arguments.warmup + arguments.steps, pair)
+                steps += [pair] if number >= arguments.warmup else []
+            # Memory first: the matrix product below would add its own.
+            memories.append([side.ask("memory")["peak_mb"] for side in sides])
+            peaks += [sides[0].ask("peak")["gflops"] for _ in range(3)]
+        finally:
+            for side in sides:
+                side.close()
+    return summary(settings, steps, [max(of_side) for of_side in zip(*memories, strict=True)], max(peaks))
 
 
 def summary(settings: Settings, pairs: list[list[Answer]], memory: list[float], peak: float) -> Answer:
@@ -269,7 +271,7 @@ def report(results: list[Answer], arguments: argparse.Namespace) -> str:
         f"{arguments.against} environment": str(environment(arguments.isa, arguments.threads, ours=True)),
         "dtype / padding of optimize": f"{arguments.dtype} / {arguments.padding}",
         "dropout, vocabulary, seed": f"{DROPOUT}, {VOCABULARY}, {arguments.seed}",
-        "warm-up steps left out": str(arguments.warmup),
+        "warm-up steps left out": f"{arguments.warmup}, after each of {arguments.starts} starts of both processes",
         "CPU time of a waiting side": f"{waiting} ms per turn: the next batch, and threads that spin",
         "arithmetic peak, GFLOP/s": f"{peaks} (best fp32 product of two 2048 x 2048 matrices by torch in the same run)",
     }
@@ -292,6 +294,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, help="rows of a batch (minilm 12, base 4, large 2)")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument(
+        "--starts",
+        type=int,
+        default=1,
+        help="start both processes so many times, each first in turn: fp32 against itself is off by up to 1%% in one",
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--isa", default="native", choices=["native", "avx2"])
     parser.add_argument("--dtype", default="fp32", help="dtype that optimize is given; stock is fp32")

@@ -2,9 +2,9 @@
 
 fp32   products in fp32, activations kept as they are.
 int16  products of block-scaled 16-bit integers (ops/matmul.py), activations kept in fp32 or as they were packed.
-bf16   products in fp32, everything that is kept from the forward to the backward rounded to bf16: half the memory on
-       any CPU, and never the emulation of bf16 products, which is ten times slower than fp32.
-native_bf16   the same, and the products' operands are bf16 too: for CPUs that multiply bf16 themselves.
+bf16   products in fp32, what is kept from the forward to the backward rounded to bf16 (attention's output excepted):
+       half the memory on any CPU, and never the emulation of bf16 products, ten times slower than fp32.
+native_bf16   all that is kept is bf16, and so are the products' operands: for CPUs that multiply bf16 themselves.
 
 An int16 product loses what is small beside the largest values of its block; nearly always that is far less than bf16
 loses everywhere. A layer where it is not (huge outliers that the other operand cancels) is found by a look at a sample
