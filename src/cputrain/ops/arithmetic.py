@@ -171,11 +171,8 @@ def note_normed(out_TI: Tensor, normed_TI: Tensor, weight_I: Tensor | None, bias
 
 def affine_of(weight_I: Tensor | None, bias_I: Tensor | None, features: int) -> Tensor:
     """Copies of both, 2 × I: another module's parameters may be gone by the backward (fully_shard)."""
-    affine = torch.zeros(2, features)
-    affine[0] = 1 if weight_I is None else weight_I.detach()
-    if bias_I is not None:
-        affine[1] = bias_I.detach()
-    return affine
+    weight_I = torch.ones(features) if weight_I is None else weight_I.detach()
+    return torch.stack((weight_I, torch.zeros(features) if bias_I is None else bias_I.detach()))
 
 
 def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:

