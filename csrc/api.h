@@ -197,7 +197,17 @@ enum CclKind {
   kCclInterrupted,
   kCclAborted,  // by this rank itself
 };
-enum CclReduction { kCclSum, kCclMean, kCclProduct, kCclMin, kCclMax, kCclAnd, kCclOr, kCclXor };
+enum CclReduction {
+  kCclSum,
+  kCclMean,
+  kCclProduct,
+  kCclMin,
+  kCclMax,
+  kCclAnd,
+  kCclOr,
+  kCclXor,
+  kCclPartOfMean,  // a sum that is divided elsewhere, and not to be mistaken for one that isn't
+};
 enum CclWay { kCclReduceAll, kCclReduceScatter, kCclPublish, kCclExchange };
 
 // How a call ended. If not well: who was the cause, which rank found it, and the last collective

@@ -336,6 +336,7 @@ bool reduce_numbers(int64_t reduction, char* out, Sources sources, int64_t ranks
                     int64_t divisor) {
   switch (reduction) {
     case kCclSum:
+    case kCclPartOfMean:
       Reduce<Element, Sum>::run(out, sources, ranks, count, 0);
       return true;
     case kCclMean:

@@ -136,6 +136,11 @@ def reductions_differ(rank: int, place: Path) -> None:
     dist.all_reduce(torch.ones(10), op=dist.ReduceOp.SUM if rank else dist.ReduceOp.MAX)
 
 
+def the_last_takes_the_mean(rank: int, place: Path) -> None:
+    last = rank == dist.get_world_size() - 1
+    dist.all_reduce(torch.ones(10), op=dist.ReduceOp.AVG if last else dist.ReduceOp.SUM)
+
+
 def dtypes_differ(rank: int, place: Path) -> None:
     dist.all_reduce(torch.ones(10, dtype=torch.float32 if rank else torch.int32))
 

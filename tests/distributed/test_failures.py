@@ -28,7 +28,12 @@ RUNS: dict[str, tuple[list[str], int, float, str]] = {
     "three, impatient": (["a_rank_is_late"], 3, 2, ""),
     "three, messages": (["a_rank_is_killed_while_others_wait_for_a_message"], 3, 60, ""),
     "two machines": (["sizes_differ", "parts_differ", "a_rank_is_stopped", "a_rank_is_killed"], 2, 60, "0;1"),
-    "one and two": (["reductions_differ", "the_last_size_differs", "a_rank_is_killed"], 3, 60, "0;1,2"),
+    "one and two": (
+        ["reductions_differ", "the_last_size_differs", "the_last_takes_the_mean", "a_rank_is_killed"],
+        3,
+        60,
+        "0;1,2",
+    ),
 }
 
 
@@ -122,6 +127,7 @@ def test_a_killed_rank_of_another_machine_is_named(run: str) -> None:
         ("two machines", "parts_differ"),
         ("one and two", "reductions_differ"),
         ("one and two", "the_last_size_differs"),  # which the first machine sees nothing of
+        ("one and two", "the_last_takes_the_mean"),
     ],
 )
 def test_mismatched_collectives_of_two_machines_are_reported(run: str, name: str) -> None:
@@ -131,3 +137,5 @@ def test_mismatched_collectives_of_two_machines_are_reported(run: str, name: str
         assert after < 20 and text.startswith("CollectivesDiffer: the ranks called different collectives"), text
     if name == "reductions_differ":
         assert "(float32, 40 bytes, max)" in found[0][1] and "(float32, 40 bytes, sum)" in found[0][1]
+    if name == "the_last_takes_the_mean":
+        assert "rank 2" in found[1][1] and "(float32, 40 bytes, root 0, avg)" in found[1][1], found[1][1]

@@ -38,8 +38,9 @@ _REDUCTIONS = {
     ReduceOp.BOR: 6,
     ReduceOp.BXOR: 7,
 }
-SUM, MEAN = 0, 1
-REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor")
+# A machine's part of a mean is a sum, but not to be mistaken for one: ranks that differ in that are told.
+SUM, MEAN, PART_OF_MEAN = 0, 1, 8
+REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "avg")
 
 DTYPES = (
     torch.bool,
@@ -72,13 +73,14 @@ def reduction_number(operation: ReduceOp | ReduceOp.RedOpType) -> int:
     kind = getattr(operation, "op", operation)
     number = _REDUCTIONS.get(kind)
     if number is None:
-        raise ValueError(f"ccl has no reduction {operation}; it has {', '.join(REDUCTION_NAMES)}.")
+        raise ValueError(f"ccl has no reduction {operation}; it has {', '.join(dict.fromkeys(REDUCTION_NAMES))}.")
     return number
 
 
 def dtype_number(dtype: torch.dtype, reduction: int) -> int:
     """The number of a dtype that has this reduction; others are refused in one sentence, before anybody waits."""
     number = _DTYPE_NUMBERS.get(dtype)
+    reduction = MEAN if reduction == PART_OF_MEAN else reduction
     impossible = (
         number is None
         or (number == 0 and reduction == MEAN)

@@ -97,7 +97,8 @@ class TwoLevelTransport(Transport):
         native_calls.dtype_number(tensor.dtype, reduction)
         wide = _exact(tensor, summed_locally=self.size > len(self._machines))
         # A mean is divided once, by all ranks, where the machines' sums are added.
-        self._local.reduce(wide, native_calls.SUM if reduction == native_calls.MEAN else reduction, 0, timeout)
+        locally = native_calls.PART_OF_MEAN if reduction == native_calls.MEAN else reduction
+        self._local.reduce(wide, locally, 0, timeout)
         if self._between is not None:
             self._reduce_between(wide, reduction, tensor.dtype, timeout)
         if wide is not tensor:
