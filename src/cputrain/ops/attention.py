@@ -68,6 +68,17 @@ class Sequences:
         return int(self.lengths.sum()) < self.total
 
 
+@dataclass(frozen=True)
+class Settings:
+    """What a forward and its backward have in common beside tensors."""
+
+    sequences: Sequences
+    scale: float
+    causal: bool = False
+    p: float = 0.0
+    key: int = 0  # of the dropout
+
+
 def attention(
     q: Tensor,
     k: Tensor,
@@ -88,7 +99,7 @@ def attention(
     _check(q, k, v, sequences)
     if bias is not None:
         bias = _four_dimensions(bias, sequences, q.shape[1])
-    return _Attention.apply(q, k, v, bias, sequences, scale, causal, p, draw_key() if p > 0 else 0)
+    return _Attention.apply(q, k, v, bias, Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0))
 
 
 def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,23 +147,16 @@ def plain(
 
 
 def attention_forward(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
-    p: float,
-    key: int,
-    bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd.
 
     q, k and v may be bfloat16, all of them; the output is float32.
     """
+    sequences = settings.sequences
     new = torch.zeros if sequences.padded else torch.empty
     out, lse = (new(shape, dtype=torch.float32) for shape in (q.shape, (q.shape[1], sequences.total)))
-    problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
+    problem = _problem(q, k, v, out, lse, settings, bias)
     native.kernels().attention_forward(ctypes.addressof(problem))
     return out, lse
 
@@ -164,48 +168,40 @@ def attention_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
-    p: float,
-    key: int,
-    bias: Tensor | None,
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
+    settings: Settings,
+    into: tuple[Tensor, Tensor, Tensor],
+    bias: Tensor | None = None,
     dbias: Tensor | None = None,
 ) -> None:
-    """Writes the gradients into dq, dk and dv, whatever their token and head strides; adds to dbias.
+    """Writes the gradients of q, k and v into three tensors, whatever their token and head strides; adds to dbias.
 
     q, k and v may be bfloat16, all of them.
     """
-    if sequences.padded:
-        for grad in (dq, dk, dv):
+    if settings.sequences.padded:
+        for grad in into:
             grad.zero_()
-    problem = _problem(q, k, v, out, lse, sequences, scale, causal, p, key, bias)
-    grads = _Gradients(*(_head_tensor(x) for x in (grad_out, dq, dk, dv)), _bias_tensor(dbias))
+    problem = _problem(q, k, v, out, lse, settings, bias)
+    grads = _Gradients(*(_head_tensor(x) for x in (grad_out, *into)), _bias_tensor(dbias))
     native.kernels().attention_backward(ctypes.addressof(problem), ctypes.addressof(grads))
 
 
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, sequences, scale, causal, p, key):
+    def forward(ctx, q, k, v, bias, settings):
         q, k, v, bias = (_unit_stride(x) for x in (q, k, v, bias))
-        out, lse = attention_forward(q, k, v, sequences, scale, causal, p, key, bias)
+        out, lse = attention_forward(q, k, v, settings, bias)
         ctx.save_for_backward(q, k, v, out, lse, bias)
-        ctx.settings = sequences, scale, causal, p, key
+        ctx.settings = settings
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad):
         q, k, v, out, lse, bias = ctx.saved_tensors
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[3] else None
-        sequences, scale, causal, p, key = ctx.settings
-        grad = _unit_stride(grad)
-        attention_backward(grad, q, k, v, out, lse, sequences, scale, causal, p, key, bias, dq, dk, dv, dbias)
-        return dq, dk, dv, dbias, *[None] * 5
+        attention_backward(_unit_stride(grad), q, k, v, out, lse, ctx.settings, grads, bias, dbias)
+        return *grads, dbias, None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
@@ -279,23 +275,17 @@ def _problem(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    sequences: Sequences,
-    scale: float,
-    causal: bool,
-    p: float,
-    key: int,
+    settings: Settings,
     bias: Tensor | None,
 ) -> _Problem:
-    _, heads, size = q.shape
+    sequences, (_, heads, size) = settings.sequences, q.shape
     return _Problem(
         *(_head_tensor(x) for x in (q, k, v, out)),
         lse.data_ptr(),
         _bias_tensor(bias),
         *(x.data_ptr() for x in (sequences.starts, sequences.lengths, sequences.order)),
-        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size, causal, q.dtype == torch.bfloat16),
-        scale,
-        p,
-        key,
+        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size),
+        *(settings.causal, q.dtype == torch.bfloat16, settings.scale, settings.p, settings.key),
     )
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cputrain.ops import workspace
 from cputrain.ops.arithmetic import FP32, Arithmetic, rounded
-from cputrain.ops.attention import Sequences, attention_backward, attention_forward, split_packed
+from cputrain.ops.attention import Sequences, Settings, attention_backward, attention_forward, split_packed
 from cputrain.ops.attention import plain as attention_plain
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
@@ -23,19 +23,19 @@ from cputrain.ops.linear import OutputGradient, forward_product
 
 class _SelfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, sequences, heads, scale, causal, p, key, arithmetic, *weights_and_biases):
+    def forward(ctx, x_TI, heads, settings, arithmetic, *weights_and_biases):
         weights, biases = weights_and_biases[:3], weights_and_biases[3:]
         ctx.call = arithmetic.begin()
         bias = None if biases[0] is None else torch.cat(biases)
-        need_weights = any(ctx.needs_input_grad[8:11])
+        need_weights = any(ctx.needs_input_grad[4:7])
         in_bf16 = ctx.call.storage is torch.bfloat16
         qkv, kept = forward_product(
             x_TI, torch.cat(weights), None if in_bf16 else bias, ctx.call, keep=need_weights, passing="qkv"
         )
         if in_bf16:  # now, not after the attention: the backward must find the log-sum-exp of what it reads
             qkv = rounded(qkv, bias)
-        ctx.heads, ctx.settings = heads, (sequences, scale, causal, p, key)
-        out, lse = attention_forward(*split_packed(qkv, heads), sequences, scale, causal, p, key)
+        ctx.heads, ctx.settings = heads, settings
+        out, lse = attention_forward(*split_packed(qkv, heads), settings)
         kept_out = out  # as the next product keeps it, which is bf16 only if it multiplies that
         if ctx.call.kind == "native_bf16":
             kept_out = ctx.call.keep(out.flatten(1))[0].view(out.shape)
@@ -49,20 +49,17 @@ class _SelfAttention(torch.autograd.Function):
         weights, kept = weights_and_kept[:3], weights_and_kept[3:]
         dqkv = workspace.spread_rows("qkv", *qkv.shape)
         grad = grad.contiguous().view(out.shape)
-        parts = (*split_packed(qkv, ctx.heads), out.float(), lse, *ctx.settings, None, *split_packed(dqkv, ctx.heads))
-        attention_backward(grad, *parts)
-        need_x, need_weights, need_biases = (
-            ctx.needs_input_grad[0],
-            ctx.needs_input_grad[8:11],
-            ctx.needs_input_grad[11:],
-        )
+        q, k, v = split_packed(qkv, ctx.heads)
+        attention_backward(grad, q, k, v, out.float(), lse, ctx.settings, split_packed(dqkv, ctx.heads))
+        need_x, _, _, _, *needed = ctx.needs_input_grad
+        need_weights, need_biases = needed[:3], needed[3:]
         gradient = OutputGradient(dqkv, ctx.call, need_x, any(need_weights), any(need_biases))
         grad_x = gradient.of_input(torch.cat(weights)) if need_x else None
         grad_weight = gradient.of_weight(kept, weights[0].shape[1]) if any(need_weights) else None
-        return grad_x, *[None] * 7, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)
+        return grad_x, *[None] * 3, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)
 
 
-def _thirds(joined: Tensor | None, needed: tuple[bool, ...]) -> list[Tensor | None]:
+def _thirds(joined: Tensor | None, needed: list[bool]) -> list[Tensor | None]:
     """The joined gradient cut up again; parts that nobody needs are left out."""
     if joined is None:
         return [None] * 3
@@ -82,8 +79,8 @@ def self_attention(
     arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     """`attention` of x's queries, keys and values, tokens × (heads · size); all three have a bias or none has."""
-    key = draw_key() if p > 0 else 0
-    return _SelfAttention.apply(x_TI, sequences, heads, scale, causal, p, key, arithmetic, *weights, *biases)
+    settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0)
+    return _SelfAttention.apply(x_TI, heads, settings, arithmetic, *weights, *biases)
 
 
 def plain(x_TI, weights, biases, sequences, *, heads, scale, causal=False, p=0.0, key=0) -> Tensor:

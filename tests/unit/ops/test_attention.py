@@ -155,11 +155,11 @@ def test_padding_is_zero(isa, threads):
 
 
 def test_output_from_bf16_is_that_of_the_rounded_inputs(isa, threads):
-    sequences = Sequences(torch.tensor([0, 80]), torch.tensor([77, 130]), 215)
+    settings = module.Settings(Sequences(torch.tensor([0, 80]), torch.tensor([77, 130]), 215), 0.3, True, 0.1, 7)
     for size in (1, 8, 20, 33, 64):
         inputs = [torch.randn(215, heads, 2 * size)[..., :size].bfloat16() for heads in (4, 2, 2)]
-        ours = module.attention_forward(*inputs, sequences, 0.3, True, 0.1, 7)
-        expected = module.attention_forward(*(x.float() for x in inputs), sequences, 0.3, True, 0.1, 7)
+        ours = module.attention_forward(*inputs, settings)
+        expected = module.attention_forward(*(x.float() for x in inputs), settings)
         for a, b in zip(ours, expected, strict=True):
             assert a.dtype == torch.float32
             assert torch.equal(a, b)
@@ -167,15 +167,15 @@ def test_output_from_bf16_is_that_of_the_rounded_inputs(isa, threads):
 
 def test_gradients_from_bf16_are_those_of_the_rounded_inputs(isa, threads):
     """The backward reads what was kept as bf16 as it would read the same numbers as floats."""
-    sequences = Sequences.from_lengths([77, 130, 5, 1])
+    settings = module.Settings(Sequences.from_lengths([77, 130, 5, 1]), 0.3, True, 0.1, 7)
     for size in (8, 20, 33, 64):
         q, grad = torch.randn(213, 4, size), torch.randn(213, 4, size)
         k, v = torch.randn(213, 2, size), torch.randn(213, 2, size)
-        out, lse = module.attention_forward(q, k, v, sequences, 0.3, True, 0.1, 7)
+        out, lse = module.attention_forward(q, k, v, settings)
         results = []
         for kept in ([x.bfloat16() for x in (q, k, v)], [x.bfloat16().float() for x in (q, k, v)]):
             grads = [torch.empty(x.shape) for x in (q, k, v)]
-            module.attention_backward(grad, *kept, out, lse, sequences, 0.3, True, 0.1, 7, None, *grads)
+            module.attention_backward(grad, *kept, out, lse, settings, grads)
             results.append(grads)
         for a, b in zip(*results, strict=True):
             assert torch.equal(a, b)
