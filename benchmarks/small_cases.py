@@ -31,13 +31,18 @@ def run(
 ) -> None:
     """`what` is the plural that names the report; `cases` may import torch, which nothing before it does."""
     settings = _arguments(what, about, seconds)
-    limits = environment(settings.isa, settings.threads, ours=True)
+    isa = "avx2" if settings.isa == "avx_vnni" else settings.isa
+    limits = environment(isa, settings.threads, ours=True)
     if any(os.environ.get(name) != value for name, value in limits.items()):
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | limits)  # read when torch is loaded
     _keep_freed_memory()
     import torch
 
+    from cputrain import native
+
     torch.set_num_threads(settings.threads)
+    if settings.isa == "avx_vnni":
+        native.kernels().int16_use_vnni(2)  # always: a virtual machine may hide that it has it
     results = [_measured(case, measure, settings) for case in cases() if settings.only in case.name]
     if not results:
         raise SystemExit(f"none of the {what} has a name with {settings.only!r} in it")
@@ -75,7 +80,12 @@ def _keep_freed_memory() -> None:
 
 def _arguments(what: str, about: str, seconds: float) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--isa", choices=["native", "avx2"], default="native", help="avx2 limits both sides to it")
+    parser.add_argument(
+        "--isa",
+        choices=["native", "avx2", "avx_vnni"],
+        default="native",
+        help="avx2 limits both sides to it; avx_vnni, too, but for our int16 products",
+    )
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--only", default="", help=f"{what} whose name contains this")
     parser.add_argument("--seconds", type=float, default=seconds, help=f"for each (default {seconds:g})")

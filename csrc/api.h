@@ -183,8 +183,10 @@ CPUTRAIN_EXPORT void KERNEL(int16_product)(const Int16Operand* left, const Int16
                                            float* out, int64_t out_stride, int64_t rows,
                                            int64_t cols, int64_t depth, const float* bias,
                                            int64_t accumulate);
-// For tests: 0 makes int16_product do without AVX512_VNNI.
-CPUTRAIN_EXPORT void KERNEL(int16_allow_vnni)(int64_t allowed);
+// For tests and benchmarks: int16_product without AVX512_VNNI and AVX_VNNI, or with them although
+// the CPU doesn't say that it has them (virtual machines hide AVX_VNNI).
+enum Int16Vnni { kInt16VnniNever, kInt16VnniIfKnown, kInt16VnniAlways };
+CPUTRAIN_EXPORT void KERNEL(int16_use_vnni)(int64_t wanted);
 
 // Collectives of the ranks of one machine over memory that they share (collectives/segment.h).
 // distributed/native_calls.py mirrors the structures and the numbers.

@@ -24,12 +24,17 @@ struct MultiplyAndAdd {
   }
 };
 
-#if defined(__AVX512F__)
-// One instruction for both, on CPUs with AVX512_VNNI. As assembly, because the intrinsic would need
-// all of its callers compiled for VNNI.
+#if defined(__AVX512F__) || defined(CPUTRAIN_AVX_VNNI)
+#define HAS_DOT_PRODUCT
+// One instruction for both, on CPUs with AVX512_VNNI, or AVX_VNNI where there is no AVX-512. As
+// assembly, because the intrinsics would need all of their callers compiled for VNNI.
 struct DotProduct {
   static __attribute__((always_inline)) inline void add(VecI& total, VecI a, VecI b) {
+#if defined(__AVX512F__)
     asm("vpdpwssd %2, %1, %0" : "+v"(total) : "v"(a), "v"(b));
+#else
+    asm("%{vex%} vpdpwssd %2, %1, %0" : "+x"(total) : "x"(a), "x"(b));
+#endif
   }
 };
 #endif
@@ -65,74 +70,103 @@ inline Vec scaled(VecI sums, float left, Vec right) {
   return result;
 }
 
-// Tiles over the edge of the result.
-void store_edge(const Vec (*tile)[kTileVecs], const TileColumn& column, int64_t row) {
-  for (int64_t r = 0; r < kTileRows && row + r < column.rows; r++)
-    for (int64_t c = 0; c < column.cols; c++) {
-      float* to = column.out + (row + r) * column.stride + c;
-      const float bias = column.bias ? column.bias[c] : 0.f;
-      *to = tile[r][c / kWidth][c % kWidth] + (column.add ? *to + bias : bias);
-    }
-}
+#define UNROLL(i, count) _Pragma("GCC unroll 16") for (int i = 0; i < (count); i++)
 
-#define UNROLL_ROWS _Pragma("GCC unroll 16") for (int r = 0; r < kTileRows; r++)
-#define UNROLL_VECS _Pragma("GCC unroll 4") for (int v = 0; v < kTileVecs; v++)
-
-// Not inlined: among other code GCC runs out of registers and keeps the sums in memory.
-template <class Step>
-__attribute__((noinline)) void tile_column(const TileColumn& column) {
-  Vec right_scales[kTileVecs], bias[kTileVecs];
-  UNROLL_VECS {
-    right_scales[v] = load(column.right_scales + v * kWidth);
-    bias[v] = column.bias && column.cols == kTileCols ? load(column.bias + v * kWidth) : Vec{};
-  }
-  const int32_t* left = column.left;
+// Rows of tiles from `row` to `row_end`: a tile is kPanels panels of the left operand times kVecs
+// registers of the right one's panel, and so many sums. Not inlined: among other code GCC runs out
+// of registers and keeps the sums in memory.
+template <class Step, int kPanels, int kVecs>
+__attribute__((noinline)) void tile_rows(const TileColumn& column, int64_t row, int64_t row_end) {
+  constexpr int kRows = kPanels * kTileRows;
+  const int64_t step = column.left_step, stride = column.stride;
+  const int32_t* left = column.left + row / kTileRows * step;
   const int32_t* next = column.right + column.pairs * kTileCols;  // the next panel, most often
-  const int64_t fetched = column.pairs * kTileCols / ((column.rows + kTileRows - 1) / kTileRows);
-  for (int64_t row = 0; row < column.rows; row += kTileRows) {
-    float* out = column.out + row * column.stride;
-    const bool whole = row + kTileRows <= column.rows && column.cols == kTileCols;
-    if (whole)  // the result's lines arrive while the sums are made
-      UNROLL_ROWS UNROLL_VECS _mm_prefetch((const char*)(out + r * column.stride + v * kWidth),
-                                           _MM_HINT_T0);
+  const int64_t fetched = column.pairs * kTileCols / ((column.rows + kRows - 1) / kRows);
+  next += row / kRows * fetched;
+  for (; row < row_end; row += kRows, left += kPanels * step) {
+    const bool whole = row + kRows <= column.rows && column.cols == kTileCols;
     const int32_t* next_end = next + fetched;
     for (; next < next_end; next += 16) _mm_prefetch((const char*)next, _MM_HINT_T1);
-    VecI sums[kTileRows][kTileVecs];
-    UNROLL_ROWS UNROLL_VECS sums[r][v] = VecI{};
-    const int32_t *a = left, *b = column.right, *end = left + column.pairs * kTileRows;
-    for (; a < end; a += kPairStep * kTileRows, b += kPairStep * kTileCols)
-#pragma GCC unroll 4
-      for (int k = 0; k < kPairStep; k++) {
-        VecI right[kTileVecs];
-        UNROLL_VECS right[v] = load_pairs(b + k * kTileCols + v * kWidth);
-        UNROLL_ROWS {
-          const VecI one = splat_i(a[k * kTileRows + r]);
-          UNROLL_VECS Step::add(sums[r][v], one, right[v]);
+    for (int col = 0; col < kTileCols; col += kVecs * kWidth) {
+      float* out = column.out + row * stride + col;
+      if (whole)  // the result's lines arrive while the sums are made
+        UNROLL (r, kRows)
+          UNROLL (v, kVecs) _mm_prefetch((const char*)(out + r * stride + v * kWidth), _MM_HINT_T0);
+      VecI sums[kRows][kVecs];
+      UNROLL (r, kRows)
+        UNROLL (v, kVecs) sums[r][v] = VecI{};
+      const int32_t *a[kPanels], *b = column.right + col, *end = b + column.pairs * kTileCols;
+      UNROLL (p, kPanels) a[p] = left + p * step;
+      for (; b < end; b += kPairStep * kTileCols) {
+        UNROLL (k, kPairStep) {
+          VecI right[kVecs];
+          UNROLL (v, kVecs) right[v] = load_pairs(b + k * kTileCols + v * kWidth);
+          UNROLL (r, kRows) {
+            const VecI one = splat_i(a[r / kTileRows][k * kTileRows + r % kTileRows]);
+            UNROLL (v, kVecs) Step::add(sums[r][v], one, right[v]);
+          }
         }
+        UNROLL (p, kPanels) a[p] += kPairStep * kTileRows;
       }
-    left += column.left_step;
-    const float* left_scales = column.left_scales + row;
-    if (whole) {
-      UNROLL_ROWS UNROLL_VECS {
-        float* to = out + r * column.stride + v * kWidth;
-        const Vec start = column.add ? load(to) + bias[v] : bias[v];
-        store(to, scaled(sums[r][v], left_scales[r], right_scales[v]) + start);
+      const float* left_scales = column.left_scales + row;
+      const float* right_scales = column.right_scales + col;
+      if (whole) {
+        UNROLL (v, kVecs) {
+          const Vec scales = load(right_scales + v * kWidth);
+          const Vec bias = column.bias ? load(column.bias + col + v * kWidth) : Vec{};
+          UNROLL (r, kRows) {
+            float* to = out + r * stride + v * kWidth;
+            const Vec start = column.add ? load(to) + bias : bias;
+            store(to, scaled(sums[r][v], left_scales[r], scales) + start);
+          }
+        }
+        continue;
       }
-    } else {
-      Vec tile[kTileRows][kTileVecs];
-      UNROLL_ROWS UNROLL_VECS tile[r][v] = scaled(sums[r][v], left_scales[r], right_scales[v]);
-      store_edge(tile, column, row);
+      Vec tile[kRows][kVecs];
+      UNROLL (r, kRows)
+        UNROLL (v, kVecs)
+          tile[r][v] = scaled(sums[r][v], left_scales[r], load(right_scales + v * kWidth));
+      for (int64_t r = 0; r < kRows && row + r < column.rows; r++)
+        for (int64_t c = 0; c < kVecs * kWidth && col + c < column.cols; c++) {
+          float* to = out + r * stride + c;
+          const float bias = column.bias ? column.bias[col + c] : 0.f;
+          *to = tile[r][c / kWidth][c % kWidth] + (column.add ? *to + bias : bias);
+        }
     }
   }
 }
+
+template <class Step>
+void tile_column(const TileColumn& column) {
+  tile_rows<Step, 1, kTileVecs>(column, 0, column.rows);
+}
+
+#if defined(HAS_DOT_PRODUCT) && !defined(__AVX512F__)
+// vpdpwssd takes five cycles and two start in each, so that ten sums are needed. Three panels of
+// the left operand times half a panel of the right one have twelve, within sixteen registers.
+template <>
+void tile_column<DotProduct>(const TileColumn& column) {
+  constexpr int kPanels = 3;
+  const int64_t row = column.rows / (kPanels * kTileRows) * (kPanels * kTileRows);
+  if (row > 0) tile_rows<DotProduct, kPanels, 1>(column, 0, row);
+  if (row < column.rows) tile_rows<DotProduct, 1, kTileVecs>(column, row, column.rows);
+}
+#endif
 
 typedef void (*ColumnProduct)(const TileColumn&);
 
-bool vnni_allowed = true;
+// Whether to use DotProduct: as the CPU says, or as a test or a benchmark wants it.
+int64_t vnni_wanted = kInt16VnniIfKnown;
 
 ColumnProduct best_product() {
+#if defined(HAS_DOT_PRODUCT)
 #if defined(__AVX512F__)
-  if (vnni_allowed && __builtin_cpu_supports("avx512vnni")) return tile_column<DotProduct>;
+  const bool known = __builtin_cpu_supports("avx512vnni");
+#else
+  const bool known = __builtin_cpu_supports("avxvnni");
+#endif
+  if (vnni_wanted == kInt16VnniAlways || (vnni_wanted == kInt16VnniIfKnown && known))
+    return tile_column<DotProduct>;
 #endif
   return tile_column<MultiplyAndAdd>;
 }
@@ -181,10 +215,10 @@ struct Product {
   }
 };
 
-// How the result is cut into parts for the threads; the cut doesn't change any sum. 128 rows of a
-// left block are 128 KB, within a second-level cache of 256 KB.
+// How the result is cut into parts for the threads; the cut doesn't change any sum. 96 rows of a
+// left block are 96 KB, within a second-level cache of 256 KB, and divide a hidden size of 384.
 struct Parts {
-  int64_t rows = 128 / kTileRows, cols = 256 / kTileCols;  // in panels
+  int64_t rows = 96 / kTileRows, cols = 256 / kTileCols;  // in panels
   int64_t row_panels, col_panels, down, across;
   Parts(const Product& product, int64_t threads)
       : row_panels(product.left_layout.panels()), col_panels(product.right_layout.panels()) {
@@ -308,4 +342,4 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   if (depth == 0) product.only_bias();
 }
 
-void KERNEL(int16_allow_vnni)(int64_t allowed) { vnni_allowed = allowed; }
+void KERNEL(int16_use_vnni)(int64_t wanted) { vnni_wanted = wanted; }

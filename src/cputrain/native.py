@@ -52,7 +52,7 @@ SIGNATURES = {
     "int16_pack": "piiii" + "pipi" + "p",
     "int16_pack_activated": "ppi" + "iii" + "p",
     "int16_product": "pppi" + "iii" + "pi",
-    "int16_allow_vnni": "i",
+    "int16_use_vnni": "i",
     "embed": "ppppppppppp" + "iiffk",
     "embed_backward": "ppppppppppppp" + "iifk",
     "embedding_grad": "ppp" + "iii",

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import os
 import random
+import signal
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -14,6 +19,7 @@ from cputrain.ops import matmul
 from cputrain.ops.activation import KINDS, bias_activation
 from cputrain.ops.matmul import by_columns, by_rows, pack, plain, product, quantise
 
+VNNI_NEVER, VNNI_IF_KNOWN, VNNI_ALWAYS = range(3)  # Int16Vnni of csrc/api.h
 PANELS = {"portable": {"left": 4, "right": 8}, "avx2": {"left": 4, "right": 16}, "avx512": {"left": 8, "right": 32}}
 
 
@@ -100,14 +106,35 @@ def test_parts_taken_over_add_their_blocks_in_order(isa, threads):
         assert torch.equal(matmul.linear_weight_grad(dy, x), expected)
 
 
-def test_without_vnni(isa):
-    x, w = torch.randn(100, 1000), torch.randn(90, 1000)
-    expected = matmul.linear_forward(x, w)
-    native.kernels().int16_allow_vnni(0)
+@functools.cache
+def runs_vnni(isa: str) -> bool:
+    """Tried in a process of its own: a virtual machine may have AVX_VNNI and not say so."""
+    script = (
+        "import torch; from cputrain import native; from cputrain.ops import matmul\n"
+        f"native.kernels().int16_use_vnni({VNNI_ALWAYS}); matmul.linear_forward(torch.ones(12, 9), torch.ones(1, 9))"
+    )
+    code = subprocess.run([sys.executable, "-c", script], env=os.environ | {"CPUTRAIN_ISA": isa}).returncode
+    assert code in (0, -signal.SIGILL)
+    return code == 0
+
+
+@pytest.mark.parametrize("wanted", [VNNI_NEVER, VNNI_ALWAYS])
+def test_with_and_without_vnni(isa, threads, wanted):
+    if wanted == VNNI_ALWAYS and not runs_vnni(isa):
+        pytest.skip(f"this CPU has no vpdpwssd for {isa}")
+    native.kernels().int16_use_vnni(wanted)
     try:
-        assert torch.equal(matmul.linear_forward(x, w), expected)
+        for tokens, inputs, outputs in [
+            (1, 1, 1),
+            (11, 7, 12),
+            (13, 65, 17),
+            (24, 63, 31),
+            (150, 520, 37),
+            (37, 1100, 500),
+        ]:
+            check_layer(tokens, inputs, outputs)
     finally:
-        native.kernels().int16_allow_vnni(1)
+        native.kernels().int16_use_vnni(VNNI_IF_KNOWN)
 
 
 def test_packed_in_one_go_kept_and_used_twice(isa, threads):
