@@ -51,11 +51,14 @@ def choose(dtype: str | torch.dtype) -> Choice:
 
 
 def _bf16() -> Choice:
-    if hardware.has_bf16():
+    if product_speed.bf16_pays():
         return Choice("bf16", "native_bf16", "asked for: this CPU multiplies bf16 itself")
+    lacks = "has no bf16"
+    if hardware.has_bf16():
+        lacks = f"multiplies bf16 at only {product_speed.ratio('native_bf16'):.2f} × fp32's speed"
     speed = product_speed.ratio("int16")
     better = f"; dtype='int16' is more exact, and its products are {speed:.2f} × as fast" if speed > 1 else ""
-    reason = f"asked for: {_cpu()} has no bf16, so activations are kept as bf16 and products run in fp32{better}"
+    reason = f"asked for: {_cpu()} {lacks}, so activations are kept as bf16 and products run in fp32{better}"
     _say_once(f"bf16 was {reason}")
     return Choice("bf16", "bf16", reason)
 
@@ -91,7 +94,8 @@ def automatic(measured: bool = True) -> Choice:
             return Choice(dtype, kind, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
         speed = product_speed.ratio(kind)
         if speed >= 1:
-            return Choice(dtype, kind, f"{AUTO}{why}; measured {speed:.2f} × fp32")
+            vetoed = f" ({', '.join(slow)})" if slow else ""
+            return Choice(dtype, kind, f"{AUTO}{why}; measured {speed:.2f} × fp32{vetoed}")
         slow.append(f"{dtype} only {speed:.2f} × fp32")
     found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
     return Choice("fp32", "fp32", f"{AUTO}nothing is faster on {_cpu()}{found}")

@@ -4,6 +4,9 @@ The three products of a linear layer, packing and converting included, against t
 second: where a first format is vetoed a second one is measured, and two seconds are what `auto` may take. Others may be
 using the machine meanwhile: so it is one thread's best time of each, in pieces that are short enough to be left alone.
 What was found is kept in the user's cache folder for this CPU and these versions.
+
+CPUs with bf16 are not always fast at it: with AVX512_BF16 but without AMX, as virtual machines of large Xeons may be,
+a layer's products take twice as long as in fp32. They are treated as CPUs without bf16.
 """
 
 from __future__ import annotations
@@ -30,15 +33,24 @@ logger = logging.getLogger("cputrain")
 _TOKENS, _IN, _OUT = 256, 768, 768
 _SECONDS, _ROUNDS = 0.9, 40
 
+_found: dict[str, float] = {}  # by this process
+
+
+def bf16_pays() -> bool:
+    """Whether this CPU multiplies bf16 itself, and not slower than fp32."""
+    return hardware.has_bf16() and ratio("native_bf16") >= 1
+
 
 def ratio(kind: Kind) -> float:
     """Time of fp32 over the time of `kind`: above 1 if it pays."""
     name = _key(kind)
-    known = _read()
-    if name not in known:
-        known[name] = round(measure(kind), 3)
-        _write(known)
-    return known[name]
+    if name not in _found:
+        known = _read()
+        if name not in known:
+            known[name] = round(measure(kind), 3)
+            _write(known)
+        _found[name] = known[name]
+    return _found[name]
 
 
 def measure(kind: Kind) -> float:

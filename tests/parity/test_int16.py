@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cputrain
-from cputrain import hardware
+from cputrain import product_speed
 from cputrain.ops import arithmetic
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
@@ -115,7 +115,7 @@ def _load(model):
 @pytest.mark.parametrize("dtype", ["int16", "fp32", "bf16", "native bf16"])
 def test_weights_are_packed_anew_after_any_change(change, dtype, monkeypatch):
     """In every precision: joined, converted and packed copies of weights live from a forward to its backward."""
-    monkeypatch.setattr(hardware, "has_bf16", lambda: dtype == "native bf16")
+    monkeypatch.setattr(product_speed, "bf16_pays", lambda: dtype == "native bf16")
     dtype = dtype.removeprefix("native ")
     model, batch = tiny("bert")
     cputrain.optimize(model, dtype=dtype)

@@ -26,7 +26,7 @@ MAY_IMPORT = {
     "padding": ["ops"],
     "product_speed": ["ops"],
     "precision": ["product_speed"],
-    "layers": ["padding"],
+    "layers": ["padding", "product_speed"],
     "optimizers": ["native"],
     "explanation": ["layers"],
     "api": ["explanation", "memory", "optimizers", "precision", "settings"],  # "optimize" is the function's name

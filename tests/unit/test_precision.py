@@ -13,6 +13,7 @@ import torch.multiprocessing
 import cputrain
 from cputrain import hardware, precision, product_speed
 from cputrain.hardware import Fact
+from cputrain.layers import autocast
 
 pytestmark = pytest.mark.chooses_precision
 
@@ -22,7 +23,9 @@ def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     precision.automatic.cache_clear()
     precision._say_once.cache_clear()
+    autocast._say_once.cache_clear()
     precision._told.clear()
+    monkeypatch.setattr(product_speed, "_found", {})
     yield tmp_path / "cputrain" / "product_speed.json"
     precision.automatic.cache_clear()
     hardware.has_bf16.cache_clear()
@@ -46,7 +49,7 @@ def _machine(monkeypatch, sets, **speeds):
     (["avx2"], {"int16": 0.9}, "fp32", "fp32", "measured int16 only 0.90 × fp32"),
     (["sse4_2"], {}, "fp32", "fp32", "neither bf16 nor AVX2"),
     (["avx2", "avx512bw", "avx512_bf16"], {"native_bf16": 1.9, "int16": 1.5}, "bf16", "native_bf16", "multiplies bf16"),
-    (["avx2", "amx_bf16"], {"native_bf16": 0.5, "int16": 1.5}, "int16", "int16", "has AVX2; measured 1.50"),
+    (["avx2", "amx_bf16"], {"native_bf16": 0.5, "int16": 1.5}, "int16", "int16", "measured 1.50 × fp32 (bf16 only"),
     (["avx2", "amx_bf16"], {"native_bf16": 0.5, "int16": 0.7}, "fp32", "fp32", "bf16 only 0.50 × fp32 and int16 only"),
 ])  # fmt: skip
 def test_auto(monkeypatch, sets, speeds, dtype, kind, said):
@@ -65,8 +68,19 @@ def test_bf16_without_hardware_says_what_runs_and_what_is_better(monkeypatch, ca
 
 
 def test_bf16_with_hardware(monkeypatch):
-    _machine(monkeypatch, ["avx2", "avx512_bf16"])
+    _machine(monkeypatch, ["avx2", "avx512_bf16"], native_bf16=1.9)
     assert precision.choose("bf16").kind == "native_bf16"
+
+
+def test_bf16_with_hardware_that_is_slower_than_fp32_is_stored_only(monkeypatch, caplog):
+    """AVX512_BF16 without AMX."""
+    _machine(monkeypatch, ["avx2", "avx512_bf16"], native_bf16=0.52, int16=1.6)
+    choice = precision.choose("bf16")
+    assert (choice.dtype, choice.kind) == ("bf16", "bf16") and "at only 0.52 × fp32's speed" in caplog.text
+    model = cputrain.optimize(torch.nn.Linear(300, 300), dtype="bf16")
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(torch.randn(300, 300)).dtype is torch.float32
+    assert "this CPU is slower at it than at fp32" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", ["fp16", "float32", "", torch.float16, torch.int8, 3])
@@ -79,6 +93,8 @@ def test_speed_is_measured_once_and_remembered(own_cache, monkeypatch):
     measured = []
     monkeypatch.setattr(product_speed, "measure", lambda kind: measured.append(kind) or 1.23456)
     assert [product_speed.ratio("int16") for _ in range(3)] == [1.235] * 3
+    product_speed._found.clear()  # as in another process
+    assert product_speed.ratio("int16") == 1.235
     assert measured == ["int16"]
     (name,) = json.loads(own_cache.read_text())
     assert hardware.this_machine().model.value in name and "int16" in name and torch.__version__ in name
@@ -94,10 +110,12 @@ def test_a_broken_cache_is_no_cache(own_cache, content, monkeypatch):
     assert 2.0 in json.loads(own_cache.read_text()).values()
 
 
-def test_without_a_place_to_remember_it_is_measured_again(monkeypatch):
+def test_without_a_place_to_remember_it_is_measured_once_in_a_process(monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", "/proc/nowhere")
-    monkeypatch.setattr(product_speed, "measure", lambda kind: 2.0)
-    assert product_speed.ratio("int16") == 2.0
+    measured = []
+    monkeypatch.setattr(product_speed, "measure", lambda kind: measured.append(kind) or 2.0)
+    assert [product_speed.ratio("int16") for _ in range(2)] == [2.0] * 2
+    assert measured == ["int16"]
 
 
 def test_auto_says_once_what_it_chose_and_why(monkeypatch, caplog):

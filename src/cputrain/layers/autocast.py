@@ -1,9 +1,9 @@
 """What autocast to bf16 means inside an optimised model.
 
 Trainer, Accelerate and users put it around the whole forward. On a CPU without bf16 it would emulate every product, ten
-times slower than fp32: there it is switched off inside the model, and what the user gets instead is the model's own
-precision. On a CPU that has bf16 and a model that is to use it, it is switched on for everything that isn't ours; our
-own parts convert what they multiply themselves.
+times slower than fp32: there, and where bf16 is slower than fp32, it is switched off inside the model, and what the
+user gets instead is the model's own precision. On a CPU that is fast at bf16, and in a model that is to use it, it is
+switched on for everything that isn't ours; our own parts convert what they multiply themselves.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain import hardware
+from cputrain import hardware, product_speed
 from cputrain.ops.arithmetic import Arithmetic
 
 logger = logging.getLogger("cputrain")
@@ -33,7 +33,7 @@ def wanted(module: nn.Module, arithmetic: Arithmetic) -> bool | None:
         return None
     if arithmetic.kind == "native_bf16":
         return False
-    if hardware.has_bf16():
+    if product_speed.bf16_pays():
         return None
     _say_once()
     return False
@@ -46,4 +46,5 @@ def as_floats(values: Iterable[Any]) -> list[Any]:
 
 @cache
 def _say_once() -> None:
-    logger.warning("autocast to bf16 is switched off inside the model: this CPU has no bf16, and would emulate it")
+    why = "is slower at it than at fp32" if hardware.has_bf16() else "has no bf16, and would emulate it"
+    logger.warning("autocast to bf16 is switched off inside the model: this CPU %s", why)
