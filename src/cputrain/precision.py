@@ -21,6 +21,7 @@ logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 _STORE_KEY = "cputrain/precision"
+_FAST_BF16 = {"amx_bf16", "bf16"}  # AVX512_BF16 alone may be slower than fp32: not to be chosen unmeasured
 AUTO = "auto: "  # begins the reason of a choice that nobody made
 _told: set[str] = set()
 
@@ -83,7 +84,7 @@ def automatic(measured: bool = True) -> Choice:
     sets = hardware.this_machine().instruction_sets.value
     slow: list[str] = []
     candidates: list[tuple[str, Kind, str]] = []
-    if hardware.has_bf16():
+    if hardware.has_bf16() and (measured or set(sets) & _FAST_BF16):
         candidates.append(("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
     if "avx2" in sets:
         has = "AVX-512" if "avx512bw" in sets else "AVX2"

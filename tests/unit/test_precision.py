@@ -72,6 +72,13 @@ def test_bf16_with_hardware(monkeypatch):
     assert precision.choose("bf16").kind == "native_bf16"
 
 
+@pytest.mark.parametrize(("set_", "dtype"), [("amx_bf16", "bf16"), ("avx512_bf16", "int16")])
+def test_bf16_that_may_be_slow_is_not_chosen_unmeasured(monkeypatch, set_, dtype):
+    _machine(monkeypatch, ["avx2", "avx512bw", set_])
+    choice = precision.automatic(measured=False)
+    assert choice.dtype == dtype and "not measured" in choice.reason
+
+
 def test_bf16_with_hardware_that_is_slower_than_fp32_is_stored_only(monkeypatch, caplog):
     """AVX512_BF16 without AMX."""
     _machine(monkeypatch, ["avx2", "avx512_bf16"], native_bf16=0.52, int16=1.6)
