@@ -226,7 +226,6 @@ struct Parts {
     // Sixteen parts a thread, so that none is left alone with the last one for long and one that is
     // held up can leave its share to the others; four if that makes them small.
     while (cols > 4 && count() < 16 * threads) cols /= 2, cut();
-    while (rows > 16 && count() < 16 * threads) rows /= 2, cut();
     while (cols > 1 && count() < 4 * threads) cols /= 2, cut();
     while (rows > 4 && count() < 4 * threads) rows /= 2, cut();
   }
