@@ -2,6 +2,7 @@
 
     python benchmarks/products.py                    # with this CPU's best instructions
     python benchmarks/products.py --isa avx2         # both sides limited to AVX2
+    python benchmarks/products.py --isa avx_vnni     # the same, but ours with AVX_VNNI
     python benchmarks/products.py --threads 1 --json
 
 Both run in turns; with one thread by its CPU time, so that other processes don't count. Quantising and packing of both
