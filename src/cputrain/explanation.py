@@ -6,6 +6,8 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 
+from torch import nn
+
 from cputrain.layers.patch import STEPPED_ASIDE, Patches, arithmetic_of
 
 Row = tuple[str, str, str]
@@ -38,6 +40,7 @@ def _pattern(name: str) -> str:
 
 def explain_patches(patches: Patches) -> list[Row]:
     counts: Counter[Row] = Counter()
+    counted: set[tuple[Row, nn.Module]] = set()  # a module of which several methods were replaced counts once
     inside = {part for entry in patches.replaced for child in entry.bypassed for part in child.modules()}
     for entry in patches.replaced:
         if entry.module in inside:
@@ -46,7 +49,9 @@ def explain_patches(patches: Patches) -> list[Row]:
         what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"
         trouble = arithmetic_of(entry.module).trouble
         what += f"; products in fp32 again: {trouble}" if trouble else ""
-        counts[(_pattern(entry.name), type(entry.module).__name__, what)] += 1
+        row = (_pattern(entry.name), type(entry.module).__name__, what)
+        counts[row] += (row, entry.module) not in counted
+        counted.add((row, entry.module))
     for name, kind, reason in patches.left:
         counts[(_pattern(name), kind, f"left alone: {reason}")] += 1
     return [(name, kind if n == 1 else f"{kind} × {n}", what) for (name, kind, what), n in counts.items()]

@@ -142,20 +142,21 @@ def loss_in_float64(model, mask):
     return (out * weights(out.shape).double() * mask[..., None]).sum()
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_t5_with_dropout_and_checkpoints(checkpointing):
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_t5_with_dropout_and_checkpoints(reentrant):
     """The bias goes from layer to layer, past the layers' real tokens."""
     torch.manual_seed(0)
     model, batch = tiny("t5", padding="right", dropout=0.1)
-    cputrain.optimize(model)
-    if checkpointing:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+    cputrain.optimize(model, dtype="fp32")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()  # without which a reentrant checkpoint has no gradients
     torch.manual_seed(3)
     found = gradients_of(model, lambda m: m(**batch).loss)
-    plain = cputrain.optimize(tiny("t5", padding="right", dropout=0.1)[0])
+    plain = cputrain.optimize(tiny("t5", padding="right", dropout=0.1)[0], dtype="fp32")
     torch.manual_seed(3)
     expected = gradients_of(plain, lambda m: m(**batch).loss)
-    assert all(torch.equal(found[key], expected[key]) for key in expected)
+    assert_close(found, expected)  # MKL's last digits depend on where in memory a matrix lies, on some CPUs
 
 
 # ---- windows -------------------------------------------------------------------------------------------------------

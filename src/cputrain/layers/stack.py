@@ -94,7 +94,7 @@ class _Probe:
 
 _call: ContextVar[_Call | None] = ContextVar("cputrain_stack_call", default=None)
 _probe: ContextVar[_Probe | None] = ContextVar("cputrain_stack_probe", default=None)
-# The tokens that a layer works on now.
+# The tokens that an attention with a bias by distance works on now.
 _tokens: ContextVar[RaggedTokens | None] = ContextVar("cputrain_tokens_of_a_layer", default=None)
 _verdicts = Verdicts(lambda stack: _needs_padding(stack))
 
@@ -127,30 +127,42 @@ def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: A
         if padding.kept_because is None:
             padding.kept_because = _why_kept(hidden_states, given, padding)
         if not padding.kept_because:
-            return _on_real_tokens(self, stock, hidden_states, given, padding)
+            return _on_real_tokens(self, stock, hidden_states, args, kwargs, padding)
     elif isinstance(padding, Tensor) and (call := _call.get()) is not None:
         step_aside(call.stack, "its mask is not a plain one of (batch, length)")
     return stock(computed(hidden_states), *args, **kwargs)
 
 
 def _on_real_tokens(
-    layer: nn.Module, stock: Callable, hidden_states: Any, given: dict[str, Any], padding: PaddingMask
+    layer: nn.Module, stock: Callable, hidden_states: Any, args: tuple, kwargs: dict[str, Any], padding: PaddingMask
 ) -> Any:
     ragged = padding.ragged
     rows = hidden_states.of(ragged) if isinstance(hidden_states, RaggedStates) else gather(hidden_states, ragged)
-    tokens, token = _tokens.set(ragged), stock_reasons.set([])
+    # What came without a name goes on without one: a reentrant checkpoint inside passes gradients only to such.
+    names = _names(type(layer).forward)[1:]
+    args = tuple(_ragged_argument(name, value, ragged) for name, value in zip(names, args, strict=False))
+    kwargs = {name: _ragged_argument(name, value, ragged) for name, value in kwargs.items()}
+    token = stock_reasons.set([])
     try:
-        out = stock(rows, **{name: _ragged_argument(name, value, ragged) for name, value in given.items()})
+        out = stock(rows, *args, **kwargs)
         if reasons := stock_reasons.get():
             step_aside(layer, f"its attention, on padded rows: {reasons[0]}")
     finally:
         stock_reasons.reset(token)
-        _tokens.reset(tokens)
     first = out[0] if isinstance(out, tuple) else out
-    # A checkpoint passes gradients on to tensors only.
+    # A checkpoint, which is around us before transformers 5.23 and inside since, passes gradients on to tensors only.
     checkpointed = layer.training and getattr(layer, "gradient_checkpointing", False)
     states = scatter(first, ragged) if checkpointed else RaggedStates(first, ragged)
     return (states, *out[1:]) if isinstance(out, tuple) else states
+
+
+def biased_attention_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Remembers the tokens for the bias that is made inside: here, because a checkpoint runs it again by itself."""
+    token = _tokens.set(next((x for x in (*args, *kwargs.values()) if isinstance(x, RaggedTokens)), None))
+    try:
+        return stock(*args, **kwargs)
+    finally:
+        _tokens.reset(token)
 
 
 def bias_of_padded_batch(
@@ -313,7 +325,8 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     for part, part_name in names.items():
         if _has_bias_by_distance(part):
             bias_name = ".".join(filter(None, (name, part_name)))
-            patches.bind(bias_name, part, "compute_bias", bias_of_padded_batch, "distances of the padded batch")
+            for method, ours in (("forward", biased_attention_forward), ("compute_bias", bias_of_padded_batch)):
+                patches.bind(bias_name, part, method, ours, "distances of the padded batch")
     attention_config.choose(module, True)
     reason = _verdicts.of(module)
     if reason is not None:

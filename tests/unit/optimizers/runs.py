@@ -57,7 +57,10 @@ _references: dict[str, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
 
 
 def assert_no_worse_than_stock(kind: type[Optimizer], steps: int = 8, **options: Any) -> None:
-    """Ours is at most twice as far from the float64 run as stock's float32 run is: over all elements, and at worst."""
+    """Ours is at most twice as far from the float64 run as stock's float32 run is, and four times in the worst element.
+
+    Where gradient and decay cancel, one rounding of either side decides an element's error, and that differs by CPU.
+    """
     key = f"{kind} {options} {steps}"
     if key not in _references:  # the same for every instruction set
         exact = run(kind, options, steps, torch.float64, ours=False)
@@ -66,8 +69,8 @@ def assert_no_worse_than_stock(kind: type[Optimizer], steps: int = 8, **options:
     exact, stock, ours = (
         torch.cat([p.detach().double().flatten() for p in each]) for each in (*_references[key], fused)
     )
-    for order in (2, torch.inf):
-        allowed = 2 * (stock - exact).norm(order) + 1e-9
+    for order, times in ((2, 2), (torch.inf, 4)):
+        allowed = times * (stock - exact).norm(order) + 1e-9
         assert (ours - exact).norm(order) <= allowed, f"norm of order {order}"
 
 
