@@ -21,7 +21,9 @@ logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 _STORE_KEY = "cputrain/precision"
-_FAST_BF16 = {"amx_bf16", "bf16"}  # AVX512_BF16 alone may be slower than fp32: not to be chosen unmeasured
+# AVX512_BF16 alone multiplies bf16 no faster than VNNI multiplies int16, which is more exact, and on some CPUs slower
+# than fp32: int16 comes first there (docs/precision.md has the figures).
+_FAST_BF16 = {"amx_bf16", "bf16"}
 AUTO = "auto: "  # begins the reason of a choice that nobody made
 _told: set[str] = set()
 
@@ -84,12 +86,13 @@ def automatic(measured: bool = True) -> Choice:
     sets = hardware.this_machine().instruction_sets.value
     slow: list[str] = []
     candidates: list[tuple[str, Kind, str]] = []
-    if hardware.has_bf16() and (measured or set(sets) & _FAST_BF16):
-        candidates.append(("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
     if "avx2" in sets:
         has = "AVX-512" if "avx512bw" in sets else "AVX2"
-        lacks = "" if hardware.has_bf16() else " but no bf16"
-        candidates.append(("int16", "int16", f"{_cpu()} has {has}{lacks}"))
+        other = "and bf16, which would be less exact and no faster" if hardware.has_bf16() else "but no bf16"
+        candidates.append(("int16", "int16", f"{_cpu()} has {has} {other}"))
+    if hardware.has_bf16():
+        place = 0 if set(sets) & _FAST_BF16 else len(candidates)
+        candidates.insert(place, ("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
     for dtype, kind, why in candidates:
         if not measured:
             return Choice(dtype, kind, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")

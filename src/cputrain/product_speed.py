@@ -5,8 +5,8 @@ second: where a first format is vetoed a second one is measured, and two seconds
 using the machine meanwhile: so it is one thread's best time of each, in pieces that are short enough to be left alone.
 What was found is kept in the user's cache folder for this CPU and these versions.
 
-CPUs with bf16 are not always fast at it: with AVX512_BF16 but without AMX, as virtual machines of large Xeons may be,
-a layer's products take twice as long as in fp32. They are treated as CPUs without bf16.
+CPUs with bf16 are not always fast at it: with AVX512_BF16 but without AMX, on virtual machines of large Xeons, a
+layer's products take twice as long as in fp32 (on AMD's Zen 4 half as long). They are treated as CPUs without bf16.
 """
 
 from __future__ import annotations
@@ -32,6 +32,9 @@ logger = logging.getLogger("cputrain")
 # Each product is 0.15 billion multiplications: 4 ms on a core with AVX2, and as deep and wide as in a real layer.
 _TOKENS, _IN, _OUT = 256, 768, 768
 _SECONDS, _ROUNDS = 0.9, 40
+
+# By these, users hold torch's libraries to lower instruction sets: what was measured under them holds only there.
+_LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 _found: dict[str, float] = {}  # by this process
 
@@ -92,9 +95,10 @@ def _seconds(kind: Kind, x: Tensor, w: Tensor, dy: Tensor) -> float:
 
 def _key(kind: Kind) -> str:
     machine = hardware.this_machine()
+    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     return " | ".join(
         (machine.model.value, native.kernels().isa, f"cputrain {__version__}",
-         f"torch {torch.__version__}", kind)
+         f"torch {torch.__version__}", *limits, kind)
     )  # fmt: skip
 
 

@@ -148,8 +148,21 @@ class TestOnACpuWithBf16:
         unknown(torch.randn(2, 4, 10))
         assert unknown.autocast and not torch.is_autocast_enabled("cpu")
 
-    def test_another_precision_leaves_autocast_to_the_user(self):
-        model = cputrain.optimize(_Unknown(), dtype="fp32")
+    @pytest.mark.parametrize("dtype", ["fp32", "int16"])
+    def test_another_precision_leaves_autocast_of_other_parts_to_the_user(self, dtype):
+        model = cputrain.optimize(_Unknown(), dtype=dtype)
         with torch.autocast("cpu", torch.bfloat16):
             model(torch.randn(2, 4, 10))
         assert model.autocast
+
+    @pytest.mark.parametrize("dtype", ["int16", "bf16"])
+    def test_parts_of_ours_compute_in_the_models_precision(self, dtype):
+        """Under the user's autocast too, in which they would otherwise run as stock: slower, and in int16 less exact."""
+        model, batch = tiny("bert")
+        cputrain.optimize(model, dtype=dtype)
+        found = []
+        for on in (False, True):
+            with torch.autocast("cpu", torch.bfloat16, enabled=on):
+                found.append(model.bert(**{k: v for k, v in batch.items() if k.endswith(("ids", "mask"))})[0])
+        assert torch.equal(*found)
+        assert "as stock in its last call" not in str(cputrain.explain(model))

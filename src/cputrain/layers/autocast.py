@@ -2,8 +2,8 @@
 
 Trainer, Accelerate and users put it around the whole forward. On a CPU without bf16 it would emulate every product, ten
 times slower than fp32: there, and where bf16 is slower than fp32, it is switched off inside the model, and what the
-user gets instead is the model's own precision. On a CPU that is fast at bf16, and in a model that is to use it, it is
-switched on for everything that isn't ours; our own parts convert what they multiply themselves.
+user gets instead is the model's own precision. On a CPU that is fast at bf16 it stays on for what isn't ours, and is
+switched on there in a model that is to use bf16; our own parts compute in int16, or convert what they multiply.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def wanted(module: nn.Module, arithmetic: Arithmetic) -> bool | None:
         return None if torch.is_autocast_enabled("cpu") else True
     if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return None
-    if arithmetic.kind == "native_bf16":
+    if arithmetic.kind in ("native_bf16", "int16"):
         return False
     if product_speed.bf16_pays():
         return None

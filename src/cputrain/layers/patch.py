@@ -65,7 +65,7 @@ class Patches:
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
         wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
-        if self.kind != "fp32":
+        if self.kind != "fp32" and computes:
             module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
         self.replaced.append(Replacement(name, module, method, what, tuple(bypassed), computes))
 
