@@ -152,8 +152,9 @@ def main() -> None:
     text = report(results, arguments)
     print(json.dumps(results, indent=2) if arguments.json else text)
     if arguments.report:
-        parts = ("models_speed", *(x for x in (arguments.isa, arguments.padding) if x not in ("native", "none")))
-        path = report_path("_".join(parts))
+        usual = ("native", "fp32", "none")
+        told = [x for x in (arguments.isa, arguments.dtype, arguments.padding) if x not in usual]
+        path = report_path("_".join(("models_speed", *told)))
         path.write_text(text)
         print(f"wrote {path}", file=sys.stderr)
 

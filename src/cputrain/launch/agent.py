@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.5
 _HEARD_SECONDS = 5.0
-_RANKS_SECONDS = 5.0
+# Ranks that have just sent something notice up to 5 s after us, when the kernel has given up sending it again.
+_RANKS_SECONDS = 10.0
 # All have ended by then; whoever holds the store stays until the others have read that.
 GOODBYE_SECONDS = 30.0
 
@@ -128,7 +129,7 @@ class Agent(LocalElasticAgent):
             raise MachineLost(machines)
 
     def _ranks_had_their_say(self) -> bool:
-        """Ranks that communicate notice a lost machine as soon as we do, and know more of it."""
+        """Ranks that communicate notice a lost machine nearly as soon as we do, and know more of it."""
         self._broken_since = self._broken_since or time.monotonic()
         return time.monotonic() - self._broken_since > _RANKS_SECONDS
 
