@@ -105,13 +105,18 @@ def test_signals_end_everything(engine: list[str], number: int, place: Path) -> 
         stdout=subprocess.PIPE,
         text=True,
         cwd=place,
-        env={**CLEAN, "HOME": str(place)},
+        env={**CLEAN, "HOME": str(place), "PYTHONFAULTHANDLER": "1"},
     )
     assert process.stdout
     for _ in range(2):
         assert "WAITING" in process.stdout.readline()
     process.send_signal(number)
-    assert process.wait(30) == 128 + number
+    try:
+        code = process.wait(60)  # 20 s, if mpirun and the ranks have to be killed
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGABRT)  # says where it hangs
+        raise
+    assert code == 128 + number
     assert nothing_is_left("4322")
 
 

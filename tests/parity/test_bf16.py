@@ -157,7 +157,7 @@ class TestOnACpuWithBf16:
 
     @pytest.mark.parametrize("dtype", ["int16", "bf16"])
     def test_parts_of_ours_compute_in_the_models_precision(self, dtype):
-        """Under the user's autocast too, in which they would otherwise run as stock: slower, and in int16 less exact."""
+        """Under the user's autocast too, where they would otherwise run as stock: slower, and less exact than int16."""
         model, batch = tiny("bert")
         cputrain.optimize(model, dtype=dtype)
         found = []
