@@ -112,7 +112,7 @@ def test_signals_end_everything(engine: list[str], number: int, place: Path) -> 
         assert "WAITING" in process.stdout.readline()
     process.send_signal(number)
     try:
-        code = process.wait(60)  # 20 s, if mpirun and the ranks have to be killed
+        code = process.wait(30)
     except subprocess.TimeoutExpired:
         process.send_signal(signal.SIGABRT)  # says where it hangs
         raise
