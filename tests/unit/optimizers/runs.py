@@ -34,44 +34,51 @@ def gradients(step: int) -> list[Tensor]:
     return made
 
 
-def give_gradients(step: int, group: list[nn.Parameter]) -> None:
+def give_gradients(step: int, group: list[nn.Parameter], factor: float = 1.0) -> None:
     for parameter, grad in zip(group, gradients(step), strict=True):
-        parameter.grad = grad.to(parameter.dtype, copy=True)
+        parameter.grad = grad.to(parameter.dtype, copy=True) * factor
 
 
 def run(
-    kind: type[Optimizer], options: dict[str, Any], steps: int, dtype: torch.dtype, ours: bool
-) -> list[nn.Parameter]:
-    """The parameters after that many steps."""
+    kind: type[Optimizer],
+    options: dict[str, Any],
+    steps: int,
+    dtype: torch.dtype,
+    ours: bool = False,
+    factor: float = 1.0,
+) -> Tensor:
+    """All parameters after that many steps with gradients times factor, as one vector of float64."""
     group = parameters(dtype)
     optimizer = kind(group, **options)
     if ours:
         assert take_over(optimizer).taken
     for step in range(steps):
-        give_gradients(step, group)
+        give_gradients(step, group, factor)
         optimizer.step()
-    return group
+    return torch.cat([parameter.detach().double().flatten() for parameter in group])
 
 
-_references: dict[str, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+_references: dict[str, tuple[Tensor, Tensor, Tensor]] = {}
 
 
 def assert_no_worse_than_stock(kind: type[Optimizer], steps: int = 8, **options: Any) -> None:
-    """Ours is at most twice as far from the float64 run as stock's float32 run is, and four times in the worst element.
+    """Ours is at most twice as far from the float64 run as stock's float32 run is, in all and in the worst element.
 
-    Where gradient and decay cancel, one rounding of either side decides an element's error, and that differs by CPU.
+    The worst of those that can be told: where gradient and decay cancel, a rounding of the gradient moves the float64
+    run itself by more than stock's worst error, and which side is nearer is chance.
     """
     key = f"{kind} {options} {steps}"
     if key not in _references:  # the same for every instruction set
-        exact = run(kind, options, steps, torch.float64, ours=False)
-        _references[key] = exact, run(kind, options, steps, torch.float32, ours=False)
-    fused = run(kind, options, steps, torch.float32, ours=True)
-    exact, stock, ours = (
-        torch.cat([p.detach().double().flatten() for p in each]) for each in (*_references[key], fused)
-    )
-    for order, times in ((2, 2), (torch.inf, 4)):
-        allowed = times * (stock - exact).norm(order) + 1e-9
-        assert (ours - exact).norm(order) <= allowed, f"norm of order {order}"
+        exact = run(kind, options, steps, torch.float64)
+        moved = run(kind, options, steps, torch.float64, factor=1 + ROUNDING)
+        _references[key] = exact, moved, run(kind, options, steps, torch.float32)
+    exact, moved, stock = _references[key]
+    ours = run(kind, options, steps, torch.float32, ours=True)
+    errors, of_stock = (ours - exact).abs(), (stock - exact).abs()
+    assert errors.norm() <= 2 * of_stock.norm() + 1e-9
+    steady = (moved - exact).abs() <= of_stock.max()
+    assert steady.float().mean() > 0.99
+    assert errors[steady].max() <= 2 * of_stock[steady].max() + 1e-9
 
 
 def assert_same_for_every_number_of_threads(kind: type[Optimizer], **options: Any) -> None:
@@ -81,9 +88,9 @@ def assert_same_for_every_number_of_threads(kind: type[Optimizer], **options: An
         torch.set_num_threads(threads)
         results.append(run(kind, options, 3, torch.float32, ours=True))
     torch.set_num_threads(before)
-    for one, two, three in zip(*results, strict=True):
-        assert torch.equal(one, two)
-        assert torch.equal(one, three)
+    one, two, three = results
+    assert torch.equal(one, two)
+    assert torch.equal(one, three)
 
 
 def stock_and_ours(kind: type[Optimizer], **options: Any) -> list[tuple[list[nn.Parameter], Optimizer]]:
