@@ -56,6 +56,7 @@ struct TileColumn {
   int64_t rows, cols;  // of the result that exist; cols up to kTileCols
   const float* bias;   // for these columns, or null
   bool add;
+  Bytes ahead;  // what will be needed some time after this: fetched bit by bit, between tiles
 };
 
 // Rounded after each step, in this order, on every instruction set: the tests compute the same. The
@@ -81,12 +82,17 @@ __attribute__((noinline)) void tile_rows(const TileColumn& column, int64_t row, 
   const int64_t step = column.left_step, stride = column.stride;
   const int32_t* left = column.left + row / kTileRows * step;
   const int32_t* next = column.right + column.pairs * kTileCols;  // the next panel, most often
-  const int64_t fetched = column.pairs * kTileCols / ((column.rows + kRows - 1) / kRows);
+  const int64_t tiles = (column.rows + kRows - 1) / kRows;
+  const int64_t fetched = column.pairs * kTileCols / tiles;
   next += row / kRows * fetched;
+  const int64_t ahead_step = column.ahead.size / tiles;
+  const char* ahead = column.ahead.begin + row / kRows * ahead_step;
   for (; row < row_end; row += kRows, left += kPanels * step) {
     const bool whole = row + kRows <= column.rows && column.cols == kTileCols;
     const int32_t* next_end = next + fetched;
     for (; next < next_end; next += 16) _mm_prefetch((const char*)next, _MM_HINT_T1);
+    for (int64_t i = 0; i < ahead_step; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
+    ahead += ahead_step;
     for (int col = 0; col < kTileCols; col += kVecs * kWidth) {
       float* out = column.out + row * stride + col;
       if (whole)  // the result's lines arrive while the sums are made
@@ -177,22 +183,23 @@ struct Product {
   float* out;
   int64_t out_stride;
   const float* bias;
-  bool accumulate;
+  bool accumulate, by_blocks;
   ColumnProduct column;
 
   // A part of the result, in units of panels, for some blocks of the depth. One panel of the right
   // operand stays in the first-level cache while all of the part's left panels, which stay in the
-  // second, pass by.
+  // second, pass by, and a share of what the next block is packed from arrives.
   void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end, int64_t block,
-               int64_t block_end) const {
+               int64_t block_end, Share share) const {
     for (int64_t b = block; b < block_end; b++) {
       left.ensure(b, row * kTileRows, row_end * kTileRows);
       right.ensure(b, col * kTileCols, col_end * kTileCols);
-      for (int64_t c = col; c < col_end; c++) column_at(b, row, row_end, c);
+      for (int64_t c = col; c < col_end; c++)
+        column_at(b, row, row_end, c, share.piece(c - col, col_end - col));
     }
   }
 
-  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c) const {
+  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c, Share share) const {
     const int64_t first_row = row * kTileRows, first_col = c * kTileCols;
     const int64_t rows = left_layout.vectors, cols = right_layout.vectors - first_col;
     column({left_layout.pairs(left.packed, b, row), right_layout.pairs(right.packed, b, c),
@@ -202,7 +209,14 @@ struct Product {
             out + first_row * out_stride + first_col, out_stride,
             (row_end * kTileRows < rows ? row_end * kTileRows : rows) - first_row,
             cols < kTileCols ? cols : kTileCols, bias && b == 0 ? bias + first_col : nullptr,
-            accumulate || b > 0});
+            accumulate || b > 0, ahead(b + 1, share)});
+  }
+
+  // A share of what a block will be packed from, now of the left side and now of the right one.
+  Bytes ahead(int64_t b, Share share) const {
+    if (!by_blocks || b >= left_layout.blocks) return {nullptr, 0};
+    return (share.number % 2 ? right : left)
+        .source_of(b, {share.number / 2, (share.count + 1) / 2});
   }
 
   // What is left of the sum when there is nothing to add up.
@@ -240,20 +254,27 @@ struct Parts {
     const int64_t r = (by_rows ? part / across : part % down) * rows;
     const int64_t c = (by_rows ? part % across : part / down) * cols;
     product.compute(r, r + rows < row_panels ? r + rows : row_panels, c,
-                    c + cols < col_panels ? c + cols : col_panels, block, block_end);
+                    c + cols < col_panels ? c + cols : col_panels, block, block_end,
+                    {part, count()});
   }
 };
 
 // Every thread has a run of neighbouring parts, for which it packs most vectors itself, and takes
 // from the others' when it is done with them. A weight's gradient sums over all tokens: there, a
 // run is gone through once for each block of them, so that a block, once packed, is in the cache
-// for all parts. A part's blocks are added in order, whoever does them.
+// for all parts; and a pass begins when the one kBlocksHeld before it has ended everywhere, because
+// its block takes that one's place. A part's blocks are added in order, whoever does them.
+constexpr int64_t kBlocksHeld = 2;
+
 class Runs {
  public:
   Runs(int64_t parts, int64_t passes, int64_t threads)
       : parts_(parts), passes_(passes), count_(threads < kMostRuns ? threads : kMostRuns) {
     for (int64_t r = 0; r < count_; r++) runs_[r].next = 0;
-    if (passes > 1 && !(passed_ = (int32_t*)calloc(parts, sizeof *passed_))) abort();
+    if (passes == 1) return;
+    passed_ = (int32_t*)calloc(parts + passes, sizeof *passed_);
+    if (!passed_) abort();
+    ended_ = passed_ + parts;
   }
   ~Runs() { free(passed_); }
   Runs(const Runs&) = delete;
@@ -261,23 +282,32 @@ class Runs {
   struct Turn {
     int64_t part, pass;
   };
-  // The next turn, whose part has had all passes before; or a part of -1.
+  // The next turn, whose part has had all passes before; or a part of -1. Never waits for a turn
+  // that nobody has taken: there may be fewer threads than runs.
   Turn take(int64_t thread) {
-    for (int64_t i = 0; i < count_; i++) {
-      const int64_t run = (thread + i) % count_;
-      const int64_t length = begin(run + 1) - begin(run), end = length * passes_;
-      if (__atomic_load_n(&runs_[run].next, __ATOMIC_RELAXED) >= end) continue;
-      const int64_t n = __atomic_fetch_add(&runs_[run].next, 1, __ATOMIC_RELAXED);
-      if (n >= end) continue;
-      const Turn turn = {begin(run) + n % length, n / length};
-      while (passed_ && __atomic_load_n(&passed_[turn.part], __ATOMIC_ACQUIRE) < turn.pass)
-        sched_yield();
-      return turn;
+    for (;; sched_yield()) {
+      bool left = false;
+      for (int64_t i = 0; i < count_; i++) {
+        const int64_t run = (thread + i) % count_;
+        const int64_t length = begin(run + 1) - begin(run), end = length * passes_;
+        int64_t n = __atomic_load_n(&runs_[run].next, __ATOMIC_RELAXED);
+        while (n < end && may_begin(n / length))
+          if (__atomic_compare_exchange_n(&runs_[run].next, &n, n + 1, false, __ATOMIC_RELAXED,
+                                          __ATOMIC_RELAXED)) {
+            const Turn turn = {begin(run) + n % length, n / length};
+            while (passed_ && __atomic_load_n(&passed_[turn.part], __ATOMIC_ACQUIRE) < turn.pass)
+              sched_yield();
+            return turn;
+          }
+        left |= n < end;
+      }
+      if (!left) return {-1, 0};
     }
-    return {-1, 0};
   }
   void done(Turn turn) {
-    if (passed_) __atomic_store_n(&passed_[turn.part], turn.pass + 1, __ATOMIC_RELEASE);
+    if (!passed_) return;
+    __atomic_store_n(&passed_[turn.part], turn.pass + 1, __ATOMIC_RELEASE);
+    __atomic_fetch_add(&ended_[turn.pass], 1, __ATOMIC_RELEASE);
   }
 
  private:
@@ -286,8 +316,13 @@ class Runs {
     int64_t next;
   };
   int64_t begin(int64_t run) const { return parts_ * run / count_; }
+  bool may_begin(int64_t pass) const {
+    return pass < kBlocksHeld ||
+           __atomic_load_n(&ended_[pass - kBlocksHeld], __ATOMIC_ACQUIRE) == parts_;
+  }
   const int64_t parts_, passes_, count_;
-  int32_t* passed_ = nullptr;  // by each part
+  int32_t* passed_ = nullptr;  // passes that a part has had
+  int32_t* ended_ = nullptr;   // parts that have had a pass
   Run runs_[kMostRuns];
 };
 
@@ -323,14 +358,22 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
                            int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
                            const float* bias, int64_t accumulate) {
   LazyOperand left_operand(*left, rows, depth, kLeft), right_operand(*right, cols, depth, kRight);
-  const Product product = {
-      left_operand.layout, right_operand.layout, left_operand, right_operand, out, out_stride, bias,
-      accumulate != 0,     best_product()};
+  const int64_t blocks = left_operand.layout.blocks;
+  const bool by_blocks = left_operand.packs_by_columns() && right_operand.packs_by_columns();
+  if (by_blocks) left_operand.hold(kBlocksHeld), right_operand.hold(kBlocksHeld);
+  const Product product = {left_operand.layout,
+                           right_operand.layout,
+                           left_operand,
+                           right_operand,
+                           out,
+                           out_stride,
+                           bias,
+                           accumulate != 0,
+                           by_blocks,
+                           best_product()};
   const bool parallel = rows * cols * depth > kProductsForThreads;
   const int64_t threads = parallel ? omp_get_max_threads() : 1;
   const Parts parts(product, threads);
-  const int64_t blocks = left_operand.layout.blocks;
-  const bool by_blocks = left_operand.packs_by_columns() && right_operand.packs_by_columns();
   const int64_t passes = by_blocks ? blocks : 1, blocks_of_pass = by_blocks ? 1 : blocks;
   Runs runs(parts.count(), passes, threads);
 #pragma omp parallel if (parallel)

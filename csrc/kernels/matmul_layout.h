@@ -4,7 +4,9 @@
 // An operand is a set of vectors (rows of x, rows or columns of w …) that are multiplied with each
 // other operand's vectors along their depth. The depth is cut into blocks; in a block, `panel`
 // vectors lie interleaved: [block][panel][pair of depth][vector] of two 16-bit values each, and
-// behind all that one float scale per [block][vector]. Vectors beyond the last are zeros.
+// behind all that one float scale per [block][vector]. Vectors beyond the last are zeros. An
+// operand that is packed while it is multiplied may hold a few blocks only, each in place of an
+// older one.
 #pragma once
 
 #include <cstdint>
@@ -47,6 +49,7 @@ struct PackedLayout {
   int64_t vectors, depth, panel;
   int64_t padded;         // vectors, up to whole panels
   int64_t block, blocks;  // depth of a block as stored, and how many there are
+  int64_t held;           // blocks that are in memory at a time
   int64_t panel_words;    // from one panel to the next, in pairs
 
   PackedLayout(int64_t vectors, int64_t depth, int64_t role)
@@ -56,6 +59,7 @@ struct PackedLayout {
     const int64_t even = fewest ? (depth + fewest - 1) / fewest : 0;
     block = (even + kDepthStep - 1) / kDepthStep * kDepthStep;
     blocks = block ? (depth + block - 1) / block : 0;
+    held = blocks;
     panel_words = panel * block / 2 + kPanelGap;
   }
 
@@ -68,7 +72,7 @@ struct PackedLayout {
     return (filled(b) + 2 * kPairStep - 1) / (2 * kPairStep) * kPairStep;
   }
   int32_t* pairs(void* packed, int64_t b, int64_t panel_number) const {
-    return (int32_t*)packed + (b * panels() + panel_number) * panel_words;
+    return (int32_t*)packed + (b % held * panels() + panel_number) * panel_words;
   }
   const int32_t* pairs(const void* packed, int64_t b, int64_t panel_number) const {
     return pairs(const_cast<void*>(packed), b, panel_number);

@@ -11,6 +11,17 @@
 
 namespace {
 
+// One of `count` equal shares of something.
+struct Share {
+  int64_t number, count;
+  Share piece(int64_t n, int64_t pieces) const { return {number * pieces + n, count * pieces}; }
+};
+
+struct Bytes {
+  const char* begin;
+  int64_t size;
+};
+
 class LazyOperand {
  public:
   LazyOperand(const Int16Operand& o, int64_t vectors, int64_t depth, int64_t role)
@@ -42,13 +53,28 @@ class LazyOperand {
 
   bool packs_by_columns() const { return by_columns_ && lazy(); }
 
+  // Blocks take the places of those `count` before them, in this and in what packs it.
+  void hold(int64_t count) {
+    if (count < layout.blocks) layout.held = packing_.column_layout.held = count;
+  }
+
+  // A share of what packing this block by columns reads; nothing if it lies between other data.
+  Bytes source_of(int64_t block, Share share) const {
+    if (packing_.stride != layout.vectors) return {nullptr, 0};
+    const int64_t row = packing_.stride * (packing_.bf16 ? sizeof(Bf16) : sizeof(float));
+    const int64_t size = layout.filled(block) * row;
+    const int64_t begin = size * share.number / share.count;
+    return {(const char*)packing_.x + block * layout.block * row + begin,
+            size * (share.number + 1) / share.count - begin};
+  }
+
   // When all threads are done: packs what no product needed, for the sums.
   void finish() {
     work(0, packing_.tasks());
     packing_.total_sums();
   }
 
-  const PackedLayout layout;
+  PackedLayout layout;
   void* const packed;
 
  private:
@@ -77,7 +103,7 @@ class LazyOperand {
   }
 
   const bool by_columns_;
-  const Packing packing_;
+  Packing packing_;
   uint8_t* states_;  // of the packing's tasks
 };
 

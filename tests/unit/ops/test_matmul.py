@@ -106,6 +106,19 @@ def test_parts_taken_over_add_their_blocks_in_order(isa, threads):
         assert torch.equal(matmul.linear_weight_grad(dy, x), expected)
 
 
+def test_fewer_threads_than_were_promised():
+    """Nobody waits for the share of a thread that OpenMP didn't start."""
+    script = (
+        "import torch; from cputrain.ops.matmul import linear_weight_grad\n"
+        "x, dy = torch.randn(5_000, 100), torch.randn(5_000, 200)\n"
+        "torch.set_num_threads(1); expected = linear_weight_grad(dy, x)\n"
+        "torch.set_num_threads(4); assert torch.equal(linear_weight_grad(dy, x), expected)"
+    )
+    for limit in ("1", "3"):
+        environment = os.environ | {"OMP_THREAD_LIMIT": limit}
+        subprocess.run([sys.executable, "-c", script], env=environment, check=True, timeout=120)
+
+
 @functools.cache
 def runs_vnni(isa: str) -> bool:
     """Tried in a process of its own: a virtual machine may have AVX_VNNI and not say so."""
