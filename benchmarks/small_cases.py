@@ -6,6 +6,7 @@ import argparse
 import ctypes
 import json
 import os
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
@@ -43,9 +44,13 @@ def run(
     torch.set_num_threads(settings.threads)
     if settings.isa == "avx_vnni":
         native.kernels().int16_use_vnni(2)  # always: a virtual machine may hide that it has it
-    results = [_measured(case, measure, settings) for case in cases() if settings.only in case.name]
-    if not results:
+    rounds = [
+        [_measured(case, measure, settings) for case in cases() if settings.only in case.name]
+        for _ in range(settings.rounds)
+    ]
+    if not rounds[0]:
         raise SystemExit(f"none of the {what} has a name with {settings.only!r} in it")
+    results = [_median_round(of_case) for of_case in zip(*rounds, strict=True)]
     text = _report(what, about, [printed(result) for result in results], settings)
     print(json.dumps(results, indent=1) if settings.json else text)
     if settings.report:
@@ -58,6 +63,11 @@ def _measured(case: Case, measure: Callable[[Any, argparse.Namespace], Result], 
     result = measure(case, settings)
     print(f"{case.name}: {result['ratio']:.2f}", file=sys.stderr)
     return result
+
+
+def _median_round(of_case: tuple[Result, ...]) -> Result:
+    middle = statistics.median_low(result["ratio"] for result in of_case)
+    return next(result for result in of_case if result["ratio"] == middle)
 
 
 def _report(what: str, about: str, rows: list[dict[str, str]], settings: argparse.Namespace) -> str:
@@ -89,6 +99,9 @@ def _arguments(what: str, about: str, seconds: float) -> argparse.Namespace:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--only", default="", help=f"{what} whose name contains this")
     parser.add_argument("--seconds", type=float, default=seconds, help=f"for each (default {seconds:g})")
+    parser.add_argument(
+        "--rounds", type=int, default=1, help="go through all of them so many times, and show each one's median round"
+    )
     parser.add_argument("--json", action="store_true", help="print the results as JSON instead of a table")
     parser.add_argument("--report", action="store_true", help="also write a dated report into benchmarks/results")
     return parser.parse_args()

@@ -56,7 +56,7 @@ struct TileColumn {
   int64_t rows, cols;  // of the result that exist; cols up to kTileCols
   const float* bias;   // for these columns, or null
   bool add;
-  Bytes ahead;  // what will be needed some time after this: fetched bit by bit, between tiles
+  Rows ahead;  // what will be needed some time after this: fetched bit by bit, between tiles
 };
 
 // Rounded after each step, in this order, on every instruction set: the tests compute the same. The
@@ -85,14 +85,15 @@ __attribute__((noinline)) void tile_rows(const TileColumn& column, int64_t row, 
   const int64_t tiles = (column.rows + kRows - 1) / kRows;
   const int64_t fetched = column.pairs * kTileCols / tiles;
   next += row / kRows * fetched;
-  const int64_t ahead_step = column.ahead.size / tiles;
-  const char* ahead = column.ahead.begin + row / kRows * ahead_step;
+  const Rows ahead = column.ahead;
   for (; row < row_end; row += kRows, left += kPanels * step) {
     const bool whole = row + kRows <= column.rows && column.cols == kTileCols;
     const int32_t* next_end = next + fetched;
     for (; next < next_end; next += 16) _mm_prefetch((const char*)next, _MM_HINT_T1);
-    for (int64_t i = 0; i < ahead_step; i += 64) _mm_prefetch(ahead + i, _MM_HINT_T1);
-    ahead += ahead_step;
+    const int64_t tile = row / kRows;
+    for (int64_t r = ahead.count * tile / tiles; r < ahead.count * (tile + 1) / tiles; r++)
+      for (int64_t i = 0; i < ahead.width; i += 64)
+        _mm_prefetch(ahead.first + r * ahead.stride + i, _MM_HINT_T1);
     for (int col = 0; col < kTileCols; col += kVecs * kWidth) {
       float* out = column.out + row * stride + col;
       if (whole)  // the result's lines arrive while the sums are made
@@ -188,18 +189,19 @@ struct Product {
 
   // A part of the result, in units of panels, for some blocks of the depth. One panel of the right
   // operand stays in the first-level cache while all of the part's left panels, which stay in the
-  // second, pass by, and a share of what the next block is packed from arrives.
+  // second, pass by.
   void compute(int64_t row, int64_t row_end, int64_t col, int64_t col_end, int64_t block,
-               int64_t block_end, Share share) const {
+               int64_t block_end, Share thread, Share share) const {
     for (int64_t b = block; b < block_end; b++) {
+      if (by_blocks) pack_own(b, thread);
       left.ensure(b, row * kTileRows, row_end * kTileRows);
       right.ensure(b, col * kTileCols, col_end * kTileCols);
       for (int64_t c = col; c < col_end; c++)
-        column_at(b, row, row_end, c, share.piece(c - col, col_end - col));
+        column_at(b, row, row_end, c, ahead(b + 1, thread, share.piece(c - col, col_end - col)));
     }
   }
 
-  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c, Share share) const {
+  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c, Rows ahead) const {
     const int64_t first_row = row * kTileRows, first_col = c * kTileCols;
     const int64_t rows = left_layout.vectors, cols = right_layout.vectors - first_col;
     column({left_layout.pairs(left.packed, b, row), right_layout.pairs(right.packed, b, c),
@@ -209,14 +211,38 @@ struct Product {
             out + first_row * out_stride + first_col, out_stride,
             (row_end * kTileRows < rows ? row_end * kTileRows : rows) - first_row,
             cols < kTileCols ? cols : kTileCols, bias && b == 0 ? bias + first_col : nullptr,
-            accumulate || b > 0, ahead(b + 1, share)});
+            accumulate || b > 0, ahead});
   }
 
-  // A share of what a block will be packed from, now of the left side and now of the right one.
-  Bytes ahead(int64_t b, Share share) const {
-    if (!by_blocks || b >= left_layout.blocks) return {nullptr, 0};
-    return (share.number % 2 ? right : left)
-        .source_of(b, {share.number / 2, (share.count + 1) / 2});
+  // Where both sides are packed block by block, a thread packs the same vectors in every block, for
+  // which it has fetched the source during the block before: into its own cache, by addresses that
+  // its own TLB knows. Others do it in its place if they are there first.
+  struct Tasks {
+    int64_t begin, end;  // the left side's, then the right side's
+  };
+  Tasks own_tasks(Share thread) const {
+    const int64_t tasks = left.tasks_of_block() + right.tasks_of_block();
+    return {tasks * thread.number / thread.count, tasks * (thread.number + 1) / thread.count};
+  }
+  void pack_own(int64_t b, Share thread) const {
+    const Tasks own = own_tasks(thread);
+    for (int64_t task = own.begin; task < own.end; task++)
+      if (task < left.tasks_of_block())
+        left.pack(b, task);
+      else
+        right.pack(b, task - left.tasks_of_block());
+  }
+  // A share of what the thread's tasks read in this block; of one task, if it would be of two.
+  Rows ahead(int64_t b, Share thread, Share share) const {
+    if (!by_blocks || b >= left_layout.blocks) return {};
+    const Tasks own = own_tasks(thread);
+    const int64_t rows = left_layout.filled(b), all = (own.end - own.begin) * rows;
+    const int64_t first = all * share.number / share.count, row = first % rows;
+    const int64_t count = all * (share.number + 1) / share.count - first;
+    const int64_t task = own.begin + first / rows, rest = rows - row;
+    return task < left.tasks_of_block()
+               ? left.source_of(b, task, row, count < rest ? count : rest)
+               : right.source_of(b, task - left.tasks_of_block(), row, count < rest ? count : rest);
   }
 
   // What is left of the sum when there is nothing to add up.
@@ -249,13 +275,13 @@ struct Parts {
   }
   int64_t count() const { return down * across; }
   // Neighbours along the longer side share vectors of the shorter one only.
-  void compute(const Product& product, int64_t part, int64_t block, int64_t block_end) const {
+  void compute(const Product& product, int64_t part, int64_t block, int64_t block_end, Share thread,
+               Share share) const {
     const bool by_rows = row_panels * kTileRows >= col_panels * kTileCols;
     const int64_t r = (by_rows ? part / across : part % down) * rows;
     const int64_t c = (by_rows ? part % across : part / down) * cols;
     product.compute(r, r + rows < row_panels ? r + rows : row_panels, c,
-                    c + cols < col_panels ? c + cols : col_panels, block, block_end,
-                    {part, count()});
+                    c + cols < col_panels ? c + cols : col_panels, block, block_end, thread, share);
   }
 };
 
@@ -281,6 +307,7 @@ class Runs {
 
   struct Turn {
     int64_t part, pass;
+    Share of_pass;  // in this run
   };
   // The next turn, whose part has had all passes before; or a part of -1. Never waits for a turn
   // that nobody has taken: there may be fewer threads than runs.
@@ -294,14 +321,14 @@ class Runs {
         while (n < end && may_begin(n / length))
           if (__atomic_compare_exchange_n(&runs_[run].next, &n, n + 1, false, __ATOMIC_RELAXED,
                                           __ATOMIC_RELAXED)) {
-            const Turn turn = {begin(run) + n % length, n / length};
+            const Turn turn = {begin(run) + n % length, n / length, {n % length, length}};
             while (passed_ && __atomic_load_n(&passed_[turn.part], __ATOMIC_ACQUIRE) < turn.pass)
               sched_yield();
             return turn;
           }
         left |= n < end;
       }
-      if (!left) return {-1, 0};
+      if (!left) return {-1, 0, {0, 1}};
     }
   }
   void done(Turn turn) {
@@ -377,8 +404,12 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   const int64_t passes = by_blocks ? blocks : 1, blocks_of_pass = by_blocks ? 1 : blocks;
   Runs runs(parts.count(), passes, threads);
 #pragma omp parallel if (parallel)
-  for (Runs::Turn turn; (turn = runs.take(omp_get_thread_num())).part >= 0; runs.done(turn))
-    parts.compute(product, turn.part, turn.pass * blocks_of_pass, (turn.pass + 1) * blocks_of_pass);
+  {
+    const Share thread = {omp_get_thread_num(), omp_get_num_threads()};
+    for (Runs::Turn turn; (turn = runs.take(thread.number)).part >= 0; runs.done(turn))
+      parts.compute(product, turn.part, turn.pass * blocks_of_pass,
+                    (turn.pass + 1) * blocks_of_pass, thread, turn.of_pass);
+  }
   left_operand.finish();
   right_operand.finish();
   if (depth == 0) product.only_bias();

@@ -17,9 +17,10 @@ struct Share {
   Share piece(int64_t n, int64_t pieces) const { return {number * pieces + n, count * pieces}; }
 };
 
-struct Bytes {
-  const char* begin;
-  int64_t size;
+// Part of a matrix, in bytes.
+struct Rows {
+  const char* first;
+  int64_t count, width, stride;
 };
 
 class LazyOperand {
@@ -45,9 +46,9 @@ class LazyOperand {
     last = last < layout.vectors ? last : layout.vectors;
     const int64_t width = by_columns_ ? kTaskColumns : kTaskRows;
     int64_t begin = first / width, end = (last + width - 1) / width;
-    if (by_columns_) begin += block * columns(), end += block * columns();
+    if (by_columns_) begin += block * tasks_of_block(), end += block * tasks_of_block();
     work(begin, end);  // by rows, these tasks do all blocks
-    if (by_columns_) work(block * columns(), (block + 1) * columns());
+    if (by_columns_) work(block * tasks_of_block(), (block + 1) * tasks_of_block());
     wait(begin, end);
   }
 
@@ -58,14 +59,18 @@ class LazyOperand {
     if (count < layout.blocks) layout.held = packing_.column_layout.held = count;
   }
 
-  // A share of what packing this block by columns reads; nothing if it lies between other data.
-  Bytes source_of(int64_t block, Share share) const {
-    if (packing_.stride != layout.vectors) return {nullptr, 0};
-    const int64_t row = packing_.stride * (packing_.bf16 ? sizeof(Bf16) : sizeof(float));
-    const int64_t size = layout.filled(block) * row;
-    const int64_t begin = size * share.number / share.count;
-    return {(const char*)packing_.x + block * layout.block * row + begin,
-            size * (share.number + 1) / share.count - begin};
+  // A block is packed by columns in so many tasks.
+  int64_t tasks_of_block() const { return packing_.column_tasks; }
+  void pack(int64_t block, int64_t task) {
+    work(block * tasks_of_block() + task, block * tasks_of_block() + task + 1);
+  }
+  // What such a task reads, from a row of the block on.
+  Rows source_of(int64_t block, int64_t task, int64_t row, int64_t rows) const {
+    const int64_t size = packing_.bf16 ? sizeof(Bf16) : sizeof(float);
+    const int64_t column = task * kTaskColumns, left = layout.vectors - column;
+    return {
+        (const char*)packing_.x + ((block * layout.block + row) * packing_.stride + column) * size,
+        rows, (left < kTaskColumns ? left : kTaskColumns) * size, packing_.stride * size};
   }
 
   // When all threads are done: packs what no product needed, for the sums.
@@ -81,7 +86,6 @@ class LazyOperand {
   enum State : uint8_t { kNot, kBeing, kDone };
 
   bool lazy() const { return packing_.tasks() > 0; }
-  int64_t columns() const { return packing_.column_tasks; }
 
   void work(int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; t++)
