@@ -11,7 +11,7 @@ from torch import nn
 
 import cputrain
 from cputrain import hardware, product_speed
-from tests.model_zoo import tiny
+from tests.model_zoo import NAMES, tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 from tests.parity.small import bert, span_batch
 
@@ -166,3 +166,15 @@ class TestOnACpuWithBf16:
                 found.append(model.bert(**{k: v for k, v in batch.items() if k.endswith(("ids", "mask"))})[0])
         assert torch.equal(*found)
         assert "as stock in its last call" not in str(cputrain.explain(model))
+
+    @pytest.mark.parametrize("users", [False, True], ids=["", "inside the user's autocast"])
+    @pytest.mark.parametrize("dtype", ["int16", "bf16"])
+    @pytest.mark.parametrize("name", NAMES)
+    def test_no_model_is_further_off_than_under_stock_autocast(self, name, dtype, users):
+        """Parts that aren't ours are under autocast, and get from ours what they would get from stock."""
+        model, batch = tiny(name)
+        stock = gradients(copy.deepcopy(model), lambda m: m(**batch).loss)
+        bound = distance(in_bf16(model, batch), stock)
+        cputrain.optimize(model, dtype=dtype)
+        ours = in_bf16(model, batch) if users else gradients(model, lambda m: m(**batch).loss)
+        assert distance(ours, stock) <= 1.5 * bound

@@ -3,7 +3,8 @@
 Trainer, Accelerate and users put it around the whole forward. On a CPU without bf16 it would emulate every product, ten
 times slower than fp32: there, and where bf16 is slower than fp32, it is switched off inside the model, and what the
 user gets instead is the model's own precision. On a CPU that is fast at bf16 it stays on for what isn't ours, and is
-switched on there in a model that is to use bf16; our own parts compute in int16, or convert what they multiply.
+switched on there in a model that is to use bf16; our own parts compute in int16, or convert what they multiply. Single
+layers among code that isn't ours run as stock then: that code may count on results in bf16, as DeBERTa's mask does.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def wanted(module: nn.Module, arithmetic: Arithmetic) -> bool | None:
         return None if torch.is_autocast_enabled("cpu") else True
     if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return None
-    if arithmetic.kind in ("native_bf16", "int16"):
+    single = not module._modules
+    if arithmetic.kind in ("native_bf16", "int16") and not single:
         return False
     if product_speed.bf16_pays():
         return None
