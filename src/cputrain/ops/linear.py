@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cputrain.ops import matmul, workspace
 from cputrain.ops.activation import activation_forward
@@ -31,11 +32,12 @@ def forward_product(
     keep: bool = True,
     held: bool = False,
     passing: str = "",
+    narrow: bool = False,
 ) -> tuple[Tensor, Kept]:
     """y_TO = x wᵀ + bias, and what the weight's gradient will need of x (nothing unless `keep`).
 
     In bf16, an x that is `held` by somebody as it is needs no copy, and a result that is `passing` lies in the
-    workspace of that name: it won't be kept as it is.
+    workspace of that name: it won't be kept as it is. `narrow`: a result that the CPU rounds to bf16 may stay so.
     """
     if call.kind == "int16":
         rows, columns = matmul.pack(x_TI, rows="left", columns="right" if keep else None)
@@ -48,8 +50,8 @@ def forward_product(
         return y, (columns.memory,)
     if call.kind == "native_bf16":
         (x_in_bf16,) = call.keep(x_TI)
-        y = x_in_bf16.mm(w_OI.bfloat16().t()).float()
-        return y if bias_O is None else y.add_(bias_O), (x_in_bf16,) if keep else ()
+        y = F.linear(x_in_bf16, w_OI.bfloat16(), None if bias_O is None else bias_O.bfloat16())
+        return y if narrow else y.float(), (x_in_bf16,) if keep else ()
     out = workspace.floats(passing, x_TI.shape[0], w_OI.shape[0]) if passing and call.kind == "bf16" else None
     y = torch.mm(x_TI, w_OI.t(), out=out) if bias_O is None else torch.addmm(bias_O, x_TI, w_OI.t(), out=out)
     return y, () if not keep else (x_TI,) if held else call.keep(x_TI)

@@ -28,11 +28,10 @@ class _SelfAttention(torch.autograd.Function):
         ctx.call = arithmetic.begin()
         bias = None if biases[0] is None else torch.cat(biases)
         need_weights = any(ctx.needs_input_grad[4:7])
-        in_bf16 = ctx.call.storage is torch.bfloat16
-        qkv, kept = forward_product(
-            x_TI, torch.cat(weights), None if in_bf16 else bias, ctx.call, keep=need_weights, passing="qkv"
-        )
-        if in_bf16:  # now, not after the attention: the backward must find the log-sum-exp of what it reads
+        to_round = ctx.call.kind == "bf16"
+        joined, added = torch.cat(weights), None if to_round else bias
+        qkv, kept = forward_product(x_TI, joined, added, ctx.call, keep=need_weights, passing="qkv", narrow=True)
+        if to_round:  # now, not after the attention: the backward must find the log-sum-exp of what it reads
             qkv = rounded(qkv, bias)
         ctx.heads, ctx.settings = heads, settings
         out, lse = attention_forward(*split_packed(qkv, heads), settings)
