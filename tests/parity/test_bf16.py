@@ -170,11 +170,14 @@ class TestOnACpuWithBf16:
     @pytest.mark.parametrize("users", [False, True], ids=["", "inside the user's autocast"])
     @pytest.mark.parametrize("dtype", ["int16", "bf16"])
     @pytest.mark.parametrize("name", NAMES)
-    def test_no_model_is_further_off_than_under_stock_autocast(self, name, dtype, users):
-        """Parts that aren't ours are under autocast, and get from ours what they would get from stock."""
+    def test_every_model_is_about_as_exact_as_under_stock_autocast(self, name, dtype, users):
+        """Parts that aren't ours are under autocast, and get from ours what they would get from stock.
+
+        Found: 0.15 – 1.07 of stock's error; in int16 without autocast 0.02 at most.
+        """
         model, batch = tiny(name)
         stock = gradients(copy.deepcopy(model), lambda m: m(**batch).loss)
         bound = distance(in_bf16(model, batch), stock)
         cputrain.optimize(model, dtype=dtype)
         ours = in_bf16(model, batch) if users else gradients(model, lambda m: m(**batch).loss)
-        assert distance(ours, stock) <= 1.5 * bound
+        assert distance(ours, stock) <= (0.25 if dtype == "int16" and not users else 1.2) * bound
