@@ -17,15 +17,13 @@ from torch import Tensor, nn
 
 from cputrain.layers.attention_mask import make_ragged_mask
 from cputrain.layers.patch import outputs_to_record, tensor_obstacle
+from cputrain.layers.probe import note_attention_dropout
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens, gather_heads, scatter_heads
 
 SMALLEST_HEAD, LARGEST_HEAD = 8, 256
 
 STOCK = ("sdpa", "eager")  # the implementations that ours stand over
-
-# While set, every call of the attention function notes its dropout rate here: how a module is asked for its rate.
-rates_seen: ContextVar[list[float] | None] = ContextVar("cputrain_rates_seen", default=None)
 
 # While set, the attention function notes here why stock's attention ran on tokens without their padding.
 stock_reasons: ContextVar[list[str] | None] = ContextVar("cputrain_stock_reasons", default=None)
@@ -135,8 +133,7 @@ def make_attention(stock: str) -> Callable:
     ) -> tuple[Tensor, Tensor | None]:
         where = reason = None
         if not torch.compiler.is_compiling():
-            if (seen := rates_seen.get()) is not None:
-                seen.append(dropout)
+            dropout = note_attention_dropout(dropout)
             batch, heads, length, size = query.shape
             reason = obstacle(module, query, key, value, options)
             if reason is None and position_bias is not None:

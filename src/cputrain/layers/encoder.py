@@ -21,7 +21,7 @@ from cputrain.layers.patch import (
     step_aside,
     tensor_obstacle,
 )
-from cputrain.layers.probe import REFUSALS, quietly, random_rows
+from cputrain.layers.without_padding import REAL, why_padding_is_needed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
 
 DROPPED = "padding dropped between embeddings and head"
@@ -49,7 +49,6 @@ class Verdicts:
 
 
 _verdicts = Verdicts(lambda encoder: _needs_padding(encoder))
-NOT_THE_SAME = "it doesn't give the same without padding"
 
 
 def _hook_obstacle(encoder: nn.Module) -> str | None:
@@ -119,7 +118,7 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 def _needs_padding(encoder: nn.Module) -> str | None:
     if not _is_token_wise(encoder):
         return "a part of it may look at more than one token"
-    return None if _ragged_agrees(encoder) else NOT_THE_SAME
+    return why_padding_is_needed(encoder, _input_width(encoder), _padded, _without)
 
 
 def _is_token_wise(encoder: nn.Module) -> bool:
@@ -132,25 +131,18 @@ def _first_tensor(out: Any) -> Tensor:
     return out if isinstance(out, Tensor) else out[0]
 
 
-def _ragged_agrees(encoder: nn.Module) -> bool:
-    """Whether two sequences in one ragged row give what they give in the padded batch.
+def _mask_of_probe() -> tuple[Tensor, PaddingMask]:
+    mask = torch.where(REAL, 0.0, torch.finfo(torch.float32).min)[:, None, None, :].expand(2, 1, 5, 5)
+    return mask, PaddingMask(2, 5, REAL, False, lambda: mask)
 
-    The padding stands between the tokens too: an encoder that counts distances itself gets them wrong without it.
-    """
-    stock = type(encoder).forward.__get__(encoder)
-    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]]).bool()
-    mask = torch.where(real, 0.0, torch.finfo(torch.float32).min)[:, None, None, :].expand(2, 1, 5, 5)
-    padding = PaddingMask(2, 5, real, False, lambda: mask)
-    with quietly(encoder):
-        try:
-            x = random_rows(2, 5, _input_width(encoder))
-            rows = _first_tensor(stock(gather(x, padding.ragged), padding.ragged))
-            expected = gather(_first_tensor(stock(x, mask)), padding.ragged)
-            # A wrong structure is off by as much as the values.
-            tolerance = 1e-2 * expected.abs().max().item()
-            return rows.shape == expected.shape and torch.allclose(rows, expected, rtol=0, atol=tolerance)
-        except REFUSALS:
-            return False
+
+def _padded(encoder: nn.Module, x: Tensor) -> Tensor:
+    return _first_tensor(type(encoder).forward(encoder, x, _mask_of_probe()[0]))  # type: ignore[operator]
+
+
+def _without(encoder: nn.Module, x: Tensor) -> Tensor:
+    ragged = _mask_of_probe()[1].ragged
+    return scatter(_first_tensor(type(encoder).forward(encoder, gather(x, ragged), ragged)), ragged)  # type: ignore[operator]
 
 
 def _input_width(encoder: nn.Module) -> int:

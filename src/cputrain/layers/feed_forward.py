@@ -24,7 +24,7 @@ from cputrain.layers.patch import (
     step_aside,
     tensor_obstacle,
 )
-from cputrain.layers.probe import agrees, pattern
+from cputrain.layers.probe import Formula, difference, dropped
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
 from cputrain.ops.linear import flat, linear
@@ -58,14 +58,20 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
     return a.view(*hidden_states.shape[:-1], a.shape[-1])
 
 
-def _is_intermediate(module: nn.Module) -> bool:
+_INTERMEDIATE = frozenset({"dense", "intermediate_act_fn"})
+
+
+def _build_intermediate(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: module.intermediate_act_fn(module.dense(x))
+
+
+def _intermediate_formula(module: nn.Module) -> Formula | None:
     parts = dict(module.named_children())
-    if set(parts) != {"dense", "intermediate_act_fn"} or type(parts["dense"]) is not nn.Linear:
-        return False
+    if set(parts) != _INTERMEDIATE or type(parts["dense"]) is not nn.Linear:
+        return None
     if activation_kind(parts["intermediate_act_fn"]) is None:
-        return False
-    stock = type(module).forward.__get__(module)
-    return agrees(module, stock, lambda x: module.intermediate_act_fn(module.dense(x)), module.dense.in_features)
+        return None
+    return Formula("forward", _build_intermediate, (module.dense.in_features,), _INTERMEDIATE)
 
 
 # ---- intermediate + output of the BERT family ----------------------------------------------------------------------
@@ -102,14 +108,18 @@ def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) ->
     return out.view(attention_output.shape)
 
 
-def _has_chunk(layer: nn.Module) -> bool:
+def _build_chunk(layer: nn.Module) -> Callable[[Tensor], Tensor]:
+    return lambda x: layer.output(layer.intermediate(x), x)
+
+
+def _chunk_formula(layer: nn.Module) -> Formula | None:
     intermediate, output = getattr(layer, "intermediate", None), getattr(layer, "output", None)
     if not hasattr(type(layer), "feed_forward_chunk") or intermediate is None or output is None:
-        return False
-    if not _is_intermediate(intermediate) or not residual.is_residual_block(output):
-        return False
-    stock = type(layer).feed_forward_chunk.__get__(layer)
-    return agrees(layer, stock, lambda x: output(intermediate(x), x), intermediate.dense.in_features)
+        return None
+    half = _intermediate_formula(intermediate)
+    if half is None or difference(intermediate, half) is not None or not residual.is_residual_block(output):
+        return None
+    return Formula("feed_forward_chunk", _build_chunk, half.widths, frozenset({"intermediate", "output"}))
 
 
 # ---- two linear layers and an activation ---------------------------------------------------------------------------
@@ -156,39 +166,37 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
     return y.view(hidden_states.shape)
 
 
-def _mlp_method(module: nn.Module) -> str | None:
-    """Which method of `module` is linear, activation, linear (and dropout) of one input: its forward or a chunk's."""
+def _build_mlp(module: nn.Module) -> Callable[[Tensor], Tensor]:
+    up, activation, down, dropout = _parts(module)  # type: ignore[misc]
+    if dropout is None:
+        return lambda x: down(activation(up(x)))
+    return lambda x: dropped(down(activation(up(x))), dropout.p, dropout.training)
+
+
+def _mlp_formula(module: nn.Module) -> Formula | None:
+    """Linear, activation, linear (and dropout) of one input: a module's forward, or that of a chunk."""
     parts = _parts(module)
     if parts is None:
         return None
-    up, activation, down, dropout = parts
-
-    def formula(x: Tensor) -> Tensor:
-        y = down(activation(up(x)))
-        return y if dropout is None else pattern(y)
-
     method = "ff_chunk" if hasattr(type(module), "ff_chunk") else "forward"
     if len(parameter_names(getattr(type(module), method))) != 1:
         return None
-    stock = getattr(type(module), method).__get__(module)
-    return method if agrees(module, stock, formula, up.in_features) else None
+    return Formula(method, _build_mlp, (parts[0].in_features,), frozenset(module._modules))
 
 
 # ---- taking over ---------------------------------------------------------------------------------------------------
 
+_SHAPES = (
+    (_chunk_formula, chunk_forward, "feed-forward, residual and LayerNorm; activation recomputed"),
+    (_intermediate_formula, intermediate_forward, "linear + bias + activation"),
+    (_mlp_formula, mlp_forward, "linear + activation + linear; activation recomputed"),
+)
+
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
-    if _has_chunk(module):
-        what = "feed-forward, residual and LayerNorm; activation recomputed"
-        halves = (module.intermediate, module.output)
-        patches.bind(name, module, "feed_forward_chunk", chunk_forward, what, halves)
-        return True
-    if _is_intermediate(module):
-        patches.bind(name, module, "forward", intermediate_forward, "linear + bias + activation", module.children())
-        return True
-    method = _mlp_method(module)
-    if method is not None:
-        what = "linear + activation + linear; activation recomputed"
-        patches.bind(name, module, method, mlp_forward, what, module.children())
-        return True
+    for formula_of, forward, what in _SHAPES:
+        formula = formula_of(module)
+        if formula is not None:
+            bypassed = [part for part_name, part in module.named_children() if part_name in formula.reads]
+            return patches.bind_if_same(name, module, formula, forward, what, bypassed)
     return False

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from cputrain.layers import autocast
+from cputrain.layers.probe import Formula, difference
 from cputrain.ops.arithmetic import FP32, Arithmetic, Kind, probing
 
 logger = logging.getLogger("cputrain")
@@ -63,11 +64,31 @@ class Patches:
     ) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
         assert untouched(module, method), "whoever put a method on the instance would be bypassed"
-        wrapper = _wrapper(fused, type(module), method)  # type: ignore[arg-type]
+        stock = getattr(type(module), method)
+        wrapper = _wrapper(fused, type(module), method, stock)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
         if self.kind != "fp32" and computes:
             module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
         self.replaced.append(Replacement(name, module, method, what, tuple(bypassed), computes))
+
+    def bind_if_same(
+        self,
+        name: str,
+        module: nn.Module,
+        formula: Formula | None,
+        fused: Callable,
+        what: str,
+        bypassed: Iterable[nn.Module],
+    ) -> bool:
+        """Binds `fused`, which computes `formula`, if the module's method computes that too; notes the reason if not."""
+        if formula is None:
+            return False
+        reason = difference(module, formula)
+        if reason is not None:
+            self.leave(name, module, reason)
+            return False
+        self.bind(name, module, formula.method, fused, what, bypassed)
+        return True
 
     def take_back(self, count: int) -> None:
         """Undoes all replacements but the first `count`."""
@@ -95,10 +116,15 @@ def has_patches(model: nn.Module) -> bool:
     return any(is_ours(value) for part in model.modules() for value in part.__dict__.values())
 
 
+def probed(fused: Callable) -> Callable:
+    """Marks what drops padding: it runs on twins too, which are asked whether they can do without."""
+    fused.cputrain_probed = True  # type: ignore[attr-defined]
+    return fused
+
+
 @functools.cache
-def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
-    """A function with the name and signature of `owner.method`; deepcopy rebinds it to the copy."""
-    stock = getattr(owner, method)
+def _wrapper(fused: Callable, owner: type, method: str, stock: Callable) -> Callable:
+    """A function with the name and signature of `owner.method`, which is `stock`; deepcopy rebinds it to the copy."""
     expected = [p for p in inspect.signature(fused).parameters.values() if p.kind is p.POSITIONAL_OR_KEYWORD][2:]
     names = parameter_names(stock)[: len(expected)]
 
@@ -107,8 +133,12 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
         if torch.compiler.is_compiling():  # the compiler can't look into native calls, and fuses by itself
             setattr(self, STEPPED_ASIDE, "torch.compile took it over")
             return stock(self, *args, **kwargs)
-        if type(self) is not owner:  # somebody has changed the class since, by a parametrization for example
-            return getattr(type(self), method)(self, *args, **kwargs)
+        if (current := getattr(type(self), method)) is not stock:
+            # The class was changed (a parametrization), or its method was (a patch of the class): that one runs.
+            step_aside(self, f"the {method} of {type(self).__name__} is not the one that optimize found")
+            return current(self, *args, **kwargs)
+        if probing.get() and not hasattr(fused, "cputrain_probed"):  # fused operators were asked before
+            return stock(self, *args, **kwargs)
         in_bf16 = autocast.wanted(self, arithmetic_of(self))
         if in_bf16 is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
@@ -120,6 +150,7 @@ def _wrapper(fused: Callable, owner: type, method: str) -> Callable:
         return fused(self, functools.partial(stock, self), *args, **kwargs)
 
     forward.cputrain_replaces = owner  # type: ignore[attr-defined]
+    forward.cputrain_stock = stock  # type: ignore[attr-defined]
     return forward
 
 
@@ -187,9 +218,19 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
     forward = module.__dict__.get("forward")
     if not is_ours(forward) and not untouched(module):
         return f"the forward of {type(module).__name__} was replaced"
-    if is_ours(forward) and forward.__func__.cputrain_replaces is not type(module):
-        return f"its class was changed to {type(module).__name__}"
+    if is_ours(forward):
+        if forward.__func__.cputrain_replaces is not type(module):
+            return f"its class was changed to {type(module).__name__}"
+        known = forward.__func__.cputrain_stock
+    else:
+        known = _TORCH_FORWARDS.get(type(module))
+    if known is not None and type(module).forward is not known:
+        return f"the forward of {type(module).__name__} was replaced in the class"
     return None
+
+
+# The forwards that the fused operators stand for, as they were when cputrain was imported.
+_TORCH_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.GELU, nn.SiLU, nn.ReLU)}
 
 
 def has_hook(module: nn.Module) -> bool:

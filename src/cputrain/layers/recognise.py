@@ -11,6 +11,7 @@ from torch import nn
 from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention, stack
 from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.patch import Patches, is_ours, parameter_names, untouched
+from cputrain.layers.probe import remembering
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
@@ -20,9 +21,10 @@ _PIECES = (embeddings, self_attention, feed_forward, residual)
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:
     """Fused blocks first, single layers where no block has claimed them."""
     modules = [(name, module) for name, module in model.named_modules() if untouched(module)]
-    for name, module in modules:
-        if untouched(module):  # not yet claimed as a part of its parent
-            any(piece.take_over(name, module, patches) for piece in _PIECES)
+    with remembering():
+        for name, module in modules:
+            if untouched(module):  # not yet claimed as a part of its parent
+                any(piece.take_over(name, module, patches) for piece in _PIECES)
     for name, module in modules:
         if untouched(module):
             leaves.take_over(name, module, patches)

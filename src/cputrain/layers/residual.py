@@ -15,7 +15,7 @@ from cputrain.layers.patch import (
     step_aside,
     tensor_obstacle,
 )
-from cputrain.layers.probe import agrees, pattern
+from cputrain.layers.probe import Formula, difference, dropped
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
 
@@ -69,23 +69,29 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, input
     return out.view(input_tensor.shape)
 
 
-def _formula(block: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda x, residual: block.LayerNorm(residual + pattern(block.dense(x)))
+_PARTS = {"dense": nn.Linear, "dropout": nn.Dropout, "LayerNorm": nn.LayerNorm}
+
+
+def _build(block: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    dropout = block.dropout
+    return lambda x, residual: block.LayerNorm(residual + dropped(block.dense(x), dropout.p, dropout.training))
+
+
+def formula(module: nn.Module) -> Formula | None:
+    """What a module with these parts is taken for; None if it has others."""
+    if {name: type(part) for name, part in module.named_children()} != _PARTS:
+        return None
+    norm, dense = module.LayerNorm, module.dense
+    if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
+        return None
+    return Formula("forward", _build, (dense.in_features, dense.out_features), frozenset(_PARTS))
 
 
 def is_residual_block(module: nn.Module) -> bool:
-    parts = {name: type(part) for name, part in module.named_children()}
-    if parts != {"dense": nn.Linear, "dropout": nn.Dropout, "LayerNorm": nn.LayerNorm}:
-        return False
-    if module.LayerNorm.weight is None or module.LayerNorm.bias is None or len(module.LayerNorm.normalized_shape) != 1:
-        return False
-    dense = module.dense
-    return agrees(module, type(module).forward.__get__(module), _formula(module), dense.in_features, dense.out_features)
+    found = formula(module)
+    return found is not None and difference(module, found) is None
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
-    if not is_residual_block(module):
-        return False
     what = "linear + dropout + residual + LayerNorm in one pass"
-    patches.bind(name, module, "forward", fused_forward, what, module.children())
-    return True
+    return patches.bind_if_same(name, module, formula(module), fused_forward, what, module.children())

@@ -22,7 +22,7 @@ from cputrain.layers.patch import (
     step_aside,
     tensor_obstacle,
 )
-from cputrain.layers.probe import agrees, pattern, quietly, random_rows
+from cputrain.layers.probe import Formula, dropped, note_attention_dropout
 from cputrain.layers.residual import dropout_rate, ending_obstacle
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
@@ -30,6 +30,7 @@ from cputrain.ops.self_attention import self_attention
 
 _TRIPLES = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
 _OUTPUTS = ("out_lin", "o_proj", "out_proj")
+_RATES = ("attention_dropout", "dropout")  # the rate of the dropout on attention weights, or its layer
 
 
 def _triple(module: nn.Module) -> list[nn.Module] | None:
@@ -54,7 +55,7 @@ def _ends_in_norm(module: nn.Module) -> bool:
 
 def _attention_rate(module: nn.Module) -> float | None:
     """The rate of the dropout on the attention weights, or None if the module keeps it under an unknown name."""
-    for name in ("attention_dropout", "dropout"):
+    for name in _RATES:
         found = getattr(module, name, None)
         rate = found.p if isinstance(found, nn.Dropout) else found
         if isinstance(rate, (int, float)):
@@ -135,7 +136,16 @@ def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor
     return context if ending is None else ending(context)
 
 
-def _formula(module: nn.Module) -> Callable[[Tensor], Tensor]:
+# What an attention module's code reads beside its parts: sizes, the attention function, and a cache, with which the
+# fused forward steps aside.
+_READS = {
+    *("config", "_attn_implementation", "get_interface", "scaling", "attention_head_size", "head_dim", "is_causal"),
+    *("num_heads", "num_attention_heads", "num_key_value_groups", "all_head_size", "embed_dim", "hidden_size"),
+    *("p", "layer_idx", "update", "self_attention_cache", "is_updated", "logger", "warning_once"),
+}
+
+
+def _build(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What the module is taken for, in plain PyTorch."""
     query, key, value = _triple(module)  # type: ignore[misc]
     size = _head_size(module)
@@ -143,54 +153,49 @@ def _formula(module: nn.Module) -> Callable[[Tensor], Tensor]:
     def compute(x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
         causal = getattr(module, "is_causal", False)
+        note_attention_dropout(_attention_rate(module) or 0.0)
         out = nn.functional.scaled_dot_product_attention(q, k, v, scale=module.scaling, is_causal=causal)
         out = out.transpose(1, 2).flatten(2)
         if _ends_in_norm(module):
-            return module.LayerNorm(x + pattern(module.dense(out)))
+            dropout = module.output_dropout
+            return module.LayerNorm(x + dropped(module.dense(out), dropout.p, dropout.training))
         ending = _ending(module)
         return out if ending is None else ending(out)
 
     return compute
 
 
-def is_self_attention(module: nn.Module) -> bool:
+def _vary(module: nn.Module) -> None:
+    """Another scale and another rate, so that the module is seen to read them where the fused forward does."""
+    module.scaling = 1.25 * module.scaling
+    for name in _RATES:
+        if isinstance(getattr(module, name, None), float):
+            setattr(module, name, 0.29)
+
+
+def formula(module: nn.Module) -> Formula | None:
     triple = _triple(module)
     if triple is None or not all(type(part) is nn.Linear for part in triple):
-        return False
-    if parameter_names(type(module).forward)[:2] != ["hidden_states", "attention_mask"] or not hasattr(
-        module, "scaling"
-    ):
-        return False
-    if not hasattr(module, "config") or not (hasattr(module, "attention_head_size") or hasattr(module, "head_dim")):
-        return False
+        return None
+    if parameter_names(type(module).forward)[:2] != ["hidden_states", "attention_mask"]:
+        return None
+    if not isinstance(getattr(module, "scaling", None), float) or not hasattr(module, "config"):
+        return None
+    if not (hasattr(module, "attention_head_size") or hasattr(module, "head_dim")) or _attention_rate(module) is None:
+        return None
     if not _alike(triple):
-        return False  # grouped heads: the registered attention function serves them
+        return None  # grouped heads: the registered attention function serves them
     if not registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD:
-        return False
-    stock = type(module).forward.__get__(module)
-    return agrees(module, stock, _formula(module), triple[0].in_features) and _rate_is_known(module, stock)
+        return None
+    reads = _READS | {name for name, part in module.named_children() if part in _used_parts(module, triple)}
+    return Formula("forward", _build, (triple[0].in_features,), frozenset({*reads, *_RATES}), _vary)
 
 
-def _rate_is_known(module: nn.Module, stock: Callable) -> bool:
-    """Whether the rate that the module gives the attention function is the one that we read from it."""
-    token = registry.rates_seen.set([])
-    try:
-        with quietly(module, training=True):
-            stock(random_rows(2, 3, _triple(module)[0].in_features))  # type: ignore[index]
-            return registry.rates_seen.get() == [_attention_rate(module)]
-    finally:
-        registry.rates_seen.reset(token)
+def _used_parts(module: nn.Module, triple: list[nn.Module]) -> list[nn.Module]:
+    ends = [module.dense, module.output_dropout, module.LayerNorm] if _ends_in_norm(module) else [_ending(module)]
+    return [*triple, *(part for part in ends if part is not None)]
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
-    if not is_self_attention(module):
-        return False
-    patches.bind(
-        name,
-        module,
-        "forward",
-        fused_forward,
-        "query, key, value as one product; tiled attention with dropout inside",
-        module.children(),
-    )
-    return True
+    what = "query, key, value as one product; tiled attention with dropout inside"
+    return patches.bind_if_same(name, module, formula(module), fused_forward, what, module.children())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from cputrain.layers import attention_config, heads
 from cputrain.layers.attention import stock_reasons
 from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.encoder import DROPPED, NOT_THE_SAME, Verdicts, changed, parts_of
+from cputrain.layers.encoder import DROPPED, Verdicts, changed, parts_of
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
@@ -27,12 +27,13 @@ from cputrain.layers.patch import (
     is_ours,
     outputs_to_record,
     parameter_names,
+    probed,
     step_aside,
     tensor_obstacle,
     untouched,
 )
-from cputrain.layers.probe import REFUSALS, quietly, random_rows
 from cputrain.layers.stand_in import StandIn, computed
+from cputrain.layers.without_padding import REAL, why_padding_is_needed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
@@ -99,6 +100,7 @@ _tokens: ContextVar[RaggedTokens | None] = ContextVar("cputrain_tokens_of_a_laye
 _verdicts = Verdicts(lambda stack: _needs_padding(stack))
 
 
+@probed
 def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(_names(type(self).forward), args, strict=False)) | kwargs
     asked = {name for name in ("hidden_states", "attentions") if given.get(f"output_{name}")}
@@ -120,6 +122,7 @@ def _with_zeros(out: Any, ragged: RaggedTokens) -> Any:
     return out
 
 
+@probed
 def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(_names(type(self).forward)[1:], args, strict=False)) | kwargs
     padding = given.get("attention_mask")
@@ -156,6 +159,7 @@ def _on_real_tokens(
     return (states, *out[1:]) if isinstance(out, tuple) else states
 
 
+@probed
 def biased_attention_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     """Remembers the tokens for the bias that is made inside: here, because a checkpoint runs it again by itself."""
     token = _tokens.set(next((x for x in (*args, *kwargs.values()) if isinstance(x, RaggedTokens)), None))
@@ -165,6 +169,7 @@ def biased_attention_forward(self: nn.Module, stock: Callable, *args: Any, **kwa
         _tokens.reset(token)
 
 
+@probed
 def bias_of_padded_batch(
     self: nn.Module, stock: Callable, query_length: int, key_length: int, *args: Any, **kwargs: Any
 ) -> Any:
@@ -290,22 +295,19 @@ def _needs_padding(stack: nn.Module) -> str | None:
     """Why it doesn't give the same for real tokens without padding, which stands between the tokens too; or None."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts_of(stack)):
         return "a part of it looks at all tokens"  # but only at one by one while it is asked
-    real = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]])
+    embeddings = stack.get_input_embeddings()  # type: ignore[operator]
+    if not isinstance(embeddings, nn.Module) or not isinstance(getattr(embeddings, "weight", None), Tensor):
+        return "its input embeddings are not known"
     kept, dropped = _Probe(keep=True), _Probe(keep=False)
-    with quietly(stack):
-        try:
-            x = random_rows(2, 5, stack.get_input_embeddings().weight.shape[1])  # type: ignore[operator, union-attr]
-            padded, ragged = (_last_hidden_state(stack, x, real, probe)[real == 1] for probe in (kept, dropped))
-        except REFUSALS:
-            return NOT_THE_SAME
-        alike = torch.allclose(padded, ragged, rtol=0, atol=1e-2 * padded.abs().max().item())
-    return dropped.kept_because or (None if alike else NOT_THE_SAME)
+    width = embeddings.weight.shape[1]
+    reason = why_padding_is_needed(stack, width, *(partial(_last_hidden_state, probe) for probe in (kept, dropped)))
+    return dropped.kept_because or reason
 
 
-def _last_hidden_state(stack: nn.Module, x: Tensor, real: Tensor, probe: _Probe) -> Tensor:
+def _last_hidden_state(probe: _Probe, stack: nn.Module, x: Tensor) -> Tensor:
     token = _probe.set(probe)
     try:
-        return stack(inputs_embeds=x, attention_mask=real)[0]
+        return stack(inputs_embeds=x, attention_mask=REAL.long())[0]
     finally:
         _probe.reset(token)
 

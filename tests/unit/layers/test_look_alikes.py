@@ -2,70 +2,246 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 
+import numpy
 import pytest
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 import cputrain
 
+TEMPERATURE = 1.0
+
+
+def half(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def tempered(x: Tensor) -> Tensor:
+    return x * TEMPERATURE
+
 
 class Block(nn.Module):
-    """The parts of a residual block, and a formula of its own."""
+    """The parts of a residual block."""
 
-    def __init__(self, formula: Callable[[Block, Tensor, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.dense, self.dropout, self.LayerNorm = nn.Linear(16, 16), nn.Dropout(0.1), nn.LayerNorm(16)
-        self.formula = formula
-
-    def forward(self, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-        return self.formula(self, hidden_states, input_tensor)
 
 
 class FeedForward(nn.Module):
-    """The parts of a feed-forward, and a formula of its own."""
+    """The parts of a feed-forward, and attributes that change nothing yet."""
 
-    def __init__(self, formula: Callable[[FeedForward, Tensor], Tensor]) -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.up, self.act, self.down, self.dropout = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8), nn.Dropout(0.1)
-        self.formula = formula
+        self.temperature, self.rate, self.calls = 1.0, 0.0, 0
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.formula(self, x)
+
+class Bare(nn.Module):
+    """A feed-forward without a dropout layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.act, self.down = nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8)
+        self.rate = 0.3
+
+
+class GradientHalved(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> Tensor:
+        return grad / 2
+
+
+def made(base: type, forward: Callable, **parts: object) -> nn.Module:
+    """A module of a class of its own with this forward, and with these parts beside those of `base`."""
+    module = type(f"{base.__name__}OfATest", (base,), {"forward": forward})()
+    for name, part in parts.items():
+        setattr(module, name, part)
+    return module
 
 
 def what_runs(model: nn.Module) -> str:
     """What was put in the place of the module as a whole."""
-    return next(how for where, _, how in cputrain.explain(cputrain.optimize(model)).modules if where == "(the model)")
+    rows = cputrain.explain(cputrain.optimize(model)).modules
+    return next(how for where, _, how in rows if where == "(the model)" and not how.startswith("left alone"))
+
+
+def reason(model: nn.Module) -> str:
+    """Why the module as a whole was left alone."""
+    rows = cputrain.explain(cputrain.optimize(model)).modules
+    return next(how for where, _, how in rows if where == "(the model)" and how.startswith("left alone"))
 
 
 @pytest.mark.parametrize(
-    ("formula", "fused"),
+    ("forward", "fused"),
     [
-        (lambda m, x, r: m.LayerNorm(r + m.dropout(m.dense(x))), True),
-        (lambda m, x, r: m.LayerNorm(m.dropout(m.dense(x)) + r), True),
-        (lambda m, x, r: m.LayerNorm(r + m.dense(m.dropout(x))), False),
-        (lambda m, x, r: m.dropout(m.LayerNorm(r + m.dense(x))), False),
-        (lambda m, x, r: m.LayerNorm(m.dropout(r + m.dense(x))), False),
-        (lambda m, x, r: m.LayerNorm(r + m.dense(x)), False),
-        (lambda m, x, r: r + m.dropout(m.dense(m.LayerNorm(x))), False),
-        (lambda m, x, r: m.LayerNorm(2 * r + m.dropout(m.dense(x))), False),
-        (lambda m, x, r: m.LayerNorm(x + m.dropout(m.dense(r))), False),
+        (lambda self, x, r: self.LayerNorm(r + self.dropout(self.dense(x))), True),
+        (lambda self, x, r: self.LayerNorm(self.dropout(self.dense(x)) + r), True),
+        (lambda self, x, r: self.LayerNorm(r + self.dense(self.dropout(x))), False),
+        (lambda self, x, r: self.dropout(self.LayerNorm(r + self.dense(x))), False),
+        (lambda self, x, r: self.LayerNorm(self.dropout(r + self.dense(x))), False),
+        (lambda self, x, r: self.LayerNorm(r + self.dense(x)), False),
+        (lambda self, x, r: r + self.dropout(self.dense(self.LayerNorm(x))), False),
+        (lambda self, x, r: self.LayerNorm(2 * r + self.dropout(self.dense(x))), False),
+        (lambda self, x, r: self.LayerNorm(x + self.dropout(self.dense(r))), False),
+        (lambda self, x, r: self.LayerNorm(r + self.dropout(self.dropout(self.dense(x)))), False),
+        (lambda self, x, r: self.LayerNorm(r.detach() + self.dropout(self.dense(x))), False),
+        (lambda self, x, r: self.LayerNorm(r.add_(self.dropout(self.dense(x)))), False),
     ],
 )
-def test_residual_blocks(formula, fused: bool) -> None:
-    assert what_runs(Block(formula)).startswith("linear + dropout + residual" if fused else "as stock")
+def test_residual_blocks(forward, fused: bool) -> None:
+    assert what_runs(made(Block, forward)).startswith("linear + dropout + residual" if fused else "as stock")
 
 
 @pytest.mark.parametrize(
-    ("formula", "fused"),
+    ("forward", "fused"),
     [
-        (lambda m, x: m.dropout(m.down(m.act(m.up(x)))), True),
-        (lambda m, x: m.down(m.dropout(m.act(m.up(x)))), False),
-        (lambda m, x: m.down(m.act(m.up(x))), False),
-        (lambda m, x: x + m.dropout(m.down(m.act(m.up(x)))), False),
-        (lambda m, x: m.dropout(m.down(m.up(x))), False),
+        (lambda self, x: self.dropout(self.down(self.act(self.up(x)))), True),
+        (lambda self, x: self.down(self.dropout(self.act(self.up(x)))), False),
+        (lambda self, x: self.down(self.act(self.up(x))), False),
+        (lambda self, x: x + self.dropout(self.down(self.act(self.up(x)))), False),
+        (lambda self, x: self.dropout(self.down(self.up(x))), False),
     ],
 )
-def test_feed_forwards(formula, fused: bool) -> None:
-    assert what_runs(FeedForward(formula)).startswith("linear + activation + linear" if fused else "as stock")
+def test_feed_forwards(forward, fused: bool) -> None:
+    assert what_runs(made(FeedForward, forward)).startswith("linear + activation + linear" if fused else "as stock")
+
+
+class Calls(Bare):
+    """Its forward is spread over methods."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+    def first(self, x: Tensor) -> Tensor:
+        return self.act(self.up(x))
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.down(x)
+
+
+class CallsATemperature(Calls):
+    temperature = 1.0
+
+    def second(self, x: Tensor) -> Tensor:
+        return self.down(x) * self.temperature
+
+
+class CallsItsParent(Calls):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+def test_a_forward_may_be_spread_over_methods() -> None:
+    assert what_runs(Calls()).startswith("linear + activation + linear")
+
+
+UNLIKE = {
+    "functional dropout in training": lambda self, x: F.dropout(self.down(self.act(self.up(x))), 0.3, self.training),
+    "functional dropout of a rate of 0": lambda self, x: F.dropout(self.down(self.act(self.up(x))), 0.0, self.training),
+    "functional dropout in evaluation too": lambda self, x: F.dropout(self.down(self.act(self.up(x))), 0.3),
+    "dropout of torch's own name": lambda self, x: torch.dropout(self.down(self.act(self.up(x))), 0.3, self.training),
+    "noise in training": lambda self, x: (
+        self.down(self.act(self.up(x))) + (torch.randn_like(x) if self.training else 0)
+    ),
+    "noise of numpy": lambda self, x: self.down(self.act(self.up(x))) * (1 + 1e-9 * numpy.random.rand()),
+    "noise of Python": lambda self, x: self.down(self.act(self.up(x))) * (1 + 1e-9 * random.random()),
+    "twice as much in training": lambda self, x: self.down(self.act(self.up(x))) * (2 if self.training else 1),
+    "a detached input": lambda self, x: self.down(self.act(self.up(x.detach()))),
+    "a detached middle": lambda self, x: self.down(self.act(self.up(x)).detach()),
+    "a detached result beside itself": lambda self, x: (
+        self.down(self.act(self.up(x))) * 2 - self.down(self.act(self.up(x))).detach()
+    ),
+    "a frozen weight": lambda self, x: F.linear(self.act(self.up(x)), self.down.weight.detach(), self.down.bias),
+    "a gradient of half the size": lambda self, x: GradientHalved.apply(self.down(self.act(self.up(x)))),
+    "a clamp of the middle": lambda self, x: self.down(self.act(self.up(x).clamp(-100, 100))),
+    "a clamp of large results": lambda self, x: self.down(self.act(self.up(x))).clamp(-65504, 65504),
+    "nothing for small inputs": lambda self, x: self.down(self.act(self.up(x))) * (x.abs().amax() > 0.1),
+    "a global": lambda self, x: tempered(self.down(self.act(self.up(x)))),
+    "an attribute that is asked for": lambda self, x: (
+        self.down(self.act(self.up(x))) * getattr(self, "temperature", 1.0)
+    ),
+    "another order": lambda self, x: self.up(self.act(self.down(x.repeat(1, 1, 4)))),
+    "an input that it changes": lambda self, x: self.down(self.act(self.up(x.mul_(1.0)))),
+    "its function of a class": lambda self, x: half(2 * self.down(self.act(self.up(x)))) + 0 * self.rate,
+}
+
+
+@pytest.mark.parametrize("forward", UNLIKE.values(), ids=UNLIKE)
+def test_what_differs_only_now_and_then_is_never_fused(forward) -> None:
+    assert what_runs(made(Bare, forward)).startswith("as stock")
+
+
+ATTRIBUTES = {
+    "a temperature of 1": lambda self, x: self.dropout(self.down(self.act(self.up(x)))) * self.temperature,
+    "a rate of 0": lambda self, x: self.dropout(self.down(self.act(self.up(x)))) * (1 - self.rate),
+    "a counter": lambda self, x: (
+        self.__setattr__("calls", self.calls + 1),
+        self.dropout(self.down(self.act(self.up(x)))),
+    )[1],
+}
+
+
+@pytest.mark.parametrize("forward", ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_what_differs_only_by_an_attribute_is_never_fused(forward) -> None:
+    assert what_runs(made(FeedForward, forward)).startswith("as stock")
+
+
+@pytest.mark.parametrize("kind", [CallsATemperature, CallsItsParent])
+def test_what_its_methods_mention_counts_too(kind: type) -> None:
+    assert what_runs(kind()).startswith("as stock")
+
+
+def test_a_scale_of_ones_is_not_overlooked() -> None:
+    scaled = made(Bare, lambda self, x: self.down(self.act(self.up(x))) * self.scale, scale=nn.Parameter(torch.ones(8)))
+    assert what_runs(scaled).startswith("as stock")
+    assert "scale" in reason(scaled)
+    unused = made(Bare, lambda self, x: self.down(self.act(self.up(x))), scale=nn.Parameter(torch.ones(8)))
+    assert what_runs(unused).startswith("as stock")
+
+
+def test_zeros_hide_nothing() -> None:
+    module = made(Bare, lambda self, x: self.down(self.act(self.up(x))) * 3)
+    nn.init.zeros_(module.down.weight)
+    nn.init.zeros_(module.down.bias)
+    assert what_runs(module).startswith("as stock")
+
+
+def test_the_reason_is_told() -> None:
+    assert "dropouts" in reason(made(Bare, UNLIKE["functional dropout in training"]))
+    assert "random" in reason(made(Bare, UNLIKE["noise in training"]))
+    assert "gradient" in reason(made(Bare, UNLIKE["a detached middle"]))
+    assert "its code mentions its temperature" in reason(made(FeedForward, ATTRIBUTES["a temperature of 1"]))
+
+
+def test_probing_leaves_no_trace() -> None:
+    module = made(FeedForward, lambda self, x: self.dropout(self.down(self.act(self.up(x)))))
+    seen: list[nn.Module] = []
+    module.up.register_forward_hook(lambda *call: seen.append(call[0]))
+    before = torch.get_rng_state(), random.getstate(), numpy.random.get_state()[1].tolist()
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    cputrain.optimize(module)
+    assert not seen
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (random.getstate(), numpy.random.get_state()[1].tolist())
+    assert all(torch.equal(weights[name], value) for name, value in module.state_dict().items())
+    assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def test_what_cannot_be_copied_is_left_alone() -> None:
+    class Uncopied(FeedForward):
+        def __deepcopy__(self, memo: dict) -> nn.Module:
+            raise RuntimeError("no")
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.dropout(self.down(self.act(self.up(x))))
+
+    assert "can't be copied" in reason(Uncopied())

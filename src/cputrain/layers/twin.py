@@ -1,0 +1,126 @@
+"""A copy of a module to be asked in its place: random weights, no hooks, no memory worth mentioning.
+
+A module can't be asked itself. Its weights may hide what it does (ones and zeros at first), its hooks are the user's,
+and some modules change when they run. A twin has the module's class, code and attributes, and its parameters are views
+of a few small buffers of random numbers: rows overlap, so that a matrix of a gigabyte costs a megabyte.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_hooks_with_kwargs",
+    "_forward_hooks_always_called",
+    "_forward_pre_hooks",
+    "_forward_pre_hooks_with_kwargs",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# A row of a matrix begins this many numbers behind the one before: a prime, so that no period meets that of heads.
+_ROW_STEP = 13
+_OWN = "_cputrain"  # begins the names of what cputrain keeps on modules
+
+
+class CannotCopy(Exception):
+    """A module has parts that can't be copied, or that would bring along more than the module."""
+
+
+def twin_of(module: nn.Module, omitted: Callable[[nn.Module], bool] | None = None) -> nn.Module:
+    """A twin; modules of lists for which `omitted` is true are left out of it."""
+    noise = _Noise()
+    memo: dict[int, Any] = {}
+    parts = list(module.modules())
+    left_out = {id(part) for part in parts if omitted is not None and omitted(part)}
+    inside = {id(part) for part in parts}
+    for part in parts:
+        if id(part) in left_out:
+            memo[id(part)] = _OMITTED
+            continue
+        _prepare(part, inside, noise, memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except (RuntimeError, TypeError, ValueError, AttributeError, NotImplementedError) as error:
+        raise CannotCopy(f"it can't be copied ({type(error).__name__})") from error
+    for part in twin.modules():
+        if isinstance(part, nn.ModuleList) and _OMITTED in list(part):
+            part._modules = {str(i): m for i, m in enumerate(m for m in part if m is not _OMITTED)}
+        for name in [name for name in part.__dict__ if name.startswith(_OWN)]:
+            del part.__dict__[name]
+    return twin
+
+
+_OMITTED = nn.Identity()
+
+
+def _prepare(part: nn.Module, inside: set[int], noise: _Noise, memo: dict[int, Any]) -> None:
+    """Tells deepcopy what stands for the parameters, hooks and records of one module."""
+    for name, value in part.__dict__.items():
+        if name in _HOOKS:
+            memo[id(value)] = OrderedDict()
+        elif name.startswith(_OWN):
+            memo[id(value)] = None
+        elif any(id(found) not in inside for found in _modules_in(value)):
+            raise CannotCopy(f"its {name} holds a module that is no part of it")
+    for parameter in part._parameters.values():
+        if parameter is not None and id(parameter) not in memo:
+            memo[id(parameter)] = noise.parameter(parameter)
+    for buffer in part._buffers.values():
+        if buffer is not None and buffer.requires_grad:
+            raise CannotCopy("a buffer of it requires gradients")
+
+
+def _modules_in(value: Any) -> list[nn.Module]:
+    values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
+    return [found for found in values if isinstance(found, nn.Module)]
+
+
+class _Noise:
+    """Random parameters: matrices whose products keep the size of their input, vectors of about one, none of them 0."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(20240229)
+        self._buffers: dict[int, Tensor] = {}
+        self._next = 0
+
+    def parameter(self, like: nn.Parameter) -> nn.Parameter:
+        try:
+            shape = tuple(like.shape)
+        except (RuntimeError, ValueError) as error:  # a lazy parameter has no shape yet
+            raise CannotCopy("a parameter of it has no shape yet") from error
+        dtype = like.dtype if like.dtype.is_floating_point else None
+        if dtype is None or like.layout is not torch.strided:
+            raise CannotCopy(f"a parameter of it is {like.dtype}")
+        return nn.Parameter(self._view(shape))
+
+    def _view(self, shape: tuple[int, ...]) -> Tensor:
+        width = shape[-1] if len(shape) > 1 else 1
+        rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else 1
+        count = (rows - 1) * _ROW_STEP + (width if len(shape) > 1 else torch.Size(shape).numel())
+        self._next = (self._next + 101) % 997  # another part of the buffer for each parameter
+        values = self._buffer(width if len(shape) > 1 else 0, self._next + max(count, 1))
+        if len(shape) < 2:
+            return values[self._next : self._next + count].view(shape)
+        strides = [_ROW_STEP * torch.Size(shape[i + 1 : -1]).numel() for i in range(len(shape) - 1)]
+        return values.as_strided(shape, (*strides, 1), self._next)
+
+    def _buffer(self, width: int, count: int) -> Tensor:
+        """Numbers of a size for matrices of this width; 0: for vectors."""
+        known = self._buffers.get(width)
+        if known is None or len(known) < count:
+            self._buffers[width] = known = self._numbers(width, count)
+        return known
+
+    def _numbers(self, width: int, count: int) -> Tensor:
+        options = {"generator": self._generator, "dtype": torch.float32, "device": "cpu"}
+        if width:
+            return torch.randn(count, **options) / width**0.5
+        sign = torch.randint(0, 2, (count,), generator=self._generator, device="cpu") * 2.0 - 1
+        return (0.5 + torch.rand(count, **options)) * sign
