@@ -203,7 +203,7 @@ def _padding_reason(model: nn.Module, record: Record) -> str:
     if record.padding == "keep":
         return "asked for: stock's padded numbers"
     done = {entry.what for entry in record.patches.replaced}
-    spans = "; span logits at padded positions get the lowest finite value" if heads.SPAN in done else ""
+    spans = "; span logits at padded positions get -10,000" if heads.SPAN in done else ""
     if encoder.DROPPED in done:
         return f"{_DROPPED_MEANS}{spans}"
     if not recognise.takes_padding(model):

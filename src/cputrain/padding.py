@@ -17,13 +17,15 @@ from torch import Tensor
 
 from cputrain.ops.attention import Sequences
 from cputrain.ops.gradient import fp32_backward
+from cputrain.stand_in import StandIn
 
 
 @dataclass(eq=False)
-class PaddingMask:
+class PaddingMask(StandIn):
     """A padded batch: `real` (batch, length) is True at tokens, None if all are; `make_stock` builds stock's mask.
 
-    `causal` is None if the mask hides more than padding and what is to come (windows, chunks): only stock's says what.
+    It stands for that mask: model code that works on masks gets stock's. `causal` is None if the mask hides more than
+    padding and what is to come (windows, chunks): only stock's says what.
     """
 
     batch: int
@@ -37,6 +39,9 @@ class PaddingMask:
     @cached_property
     def stock(self) -> Tensor | None:
         return self.make_stock()
+
+    def compute(self) -> Tensor | None:
+        return self.stock
 
     @cached_property
     def ragged(self) -> RaggedTokens:

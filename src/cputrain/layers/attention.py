@@ -10,14 +10,16 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from cputrain.layers.attention_mask import make_ragged_mask
+from cputrain.layers.key_mask import key_bias
 from cputrain.layers.patch import outputs_to_record, tensor_obstacle
-from cputrain.layers.probe import note_attention_dropout
+from cputrain.layers.probe import attention_noted, note_attention_dropout
+from cputrain.ops.arithmetic import probing
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens, gather_heads, scatter_heads
 
@@ -52,19 +54,28 @@ def stock_name(implementation: str) -> str:
     return implementation.split("over_", 1)[-1] if implementation.startswith("cputrain_") else implementation
 
 
-def sequences_of(
+class Scope(NamedTuple):
+    """What each query may attend to: the tokens of its own sequence, up to itself if causal, less hidden keys."""
+
+    sequences: Sequences
+    causal: bool
+    key_bias: Tensor | None = None  # -inf or a very low value at hidden keys
+
+
+def scope_of(
     mask: object, module: nn.Module, batch: int, length: int, is_causal: bool | None, stock: str
-) -> tuple[Sequences, bool] | None:
-    """(sequences, causal) that our attention is to work on, or None if only stock's mask can say it."""
+) -> Scope | None:
+    """What our attention is to work on, or None if only stock's mask can say it."""
     if isinstance(mask, RaggedTokens):
-        return None if mask.causal is None else (mask.sequences, mask.causal)
+        return None if mask.causal is None else Scope(mask.sequences, mask.causal)
     if isinstance(mask, PaddingMask):
         dense = mask.real is None and mask.causal is not None
-        return (Sequences.dense(batch, length), bool(mask.causal)) if dense else None
+        return Scope(Sequences.dense(batch, length), bool(mask.causal)) if dense else None
     if mask is None:
         causal = is_causal if is_causal is not None else getattr(module, "is_causal", True)
-        return Sequences.dense(batch, length), stock != "eager" and bool(causal)  # eager is causal by its mask only
-    return None
+        return Scope(Sequences.dense(batch, length), stock != "eager" and bool(causal))  # eager: by its mask only
+    bias = key_bias(mask, batch, length)
+    return None if bias is None else Scope(Sequences.dense(batch, length), False, bias)
 
 
 def asked_for(options: dict[str, Any]) -> str | None:
@@ -131,7 +142,7 @@ def make_attention(stock: str) -> Callable:
         position_bias: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        where = reason = None
+        scope = reason = None
         if not torch.compiler.is_compiling():
             dropout = note_attention_dropout(dropout)
             batch, heads, length, size = query.shape
@@ -139,14 +150,16 @@ def make_attention(stock: str) -> Callable:
             if reason is None and position_bias is not None:
                 reason = bias_obstacle(position_bias, query, attention_mask)
             if reason is None:
-                where = sequences_of(attention_mask, module, batch, length, is_causal, stock)
-        if where is not None:
-            sequences, causal = where
+                scope = scope_of(attention_mask, module, batch, length, is_causal, stock)
+        if scope is not None and (position_bias is None or scope.key_bias is None):
             scale = size**-0.5 if scaling is None else scaling
             q, k, v = (_rows(x) for x in (query, key, value))
-            out = attention(q, k, v, sequences, scale=scale, causal=causal, p=dropout, bias=position_bias)
+            bias = scope.key_bias if position_bias is None else position_bias
+            out = attention(q, k, v, scope.sequences, scale=scale, causal=scope.causal, p=dropout, bias=bias)
             return out.view(batch, length, heads, size), None
         function = _stock_function(module, stock)
+        if probing.get():
+            function = attention_noted()(function)
         options.update(scaling=scaling, dropout=dropout)
         if position_bias is not None:
             options["position_bias"] = position_bias

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,24 +23,29 @@ from cputrain.layers.patch import (
     untouched,
 )
 from cputrain.layers.residual import dropout_rate
-from cputrain.layers.stand_in import StandIn, computed
+from cputrain.stand_in import StandIn, computed
 from cputrain.ops.embeddings import embed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
 _MOST_TABLES = 3
 
 
-@dataclass(frozen=True)
 class PendingRows(StandIn):
     """The rows `tables[i][ids[i]]`, summed, then normalised if `norm` is set: not computed yet."""
 
-    tables: tuple[nn.Embedding, ...]
-    ids: tuple[Tensor, ...]
-    norm: nn.LayerNorm | None = None
+    def __init__(
+        self, tables: tuple[nn.Embedding, ...], ids: tuple[Tensor, ...], norm: nn.LayerNorm | None = None
+    ) -> None:
+        self.tables, self.ids, self.norm = tables, ids, norm
+        self.value: Tensor | None = None  # once code has had the tensor, which it may have changed
 
-    def compute(self, dropout: nn.Dropout | None = None) -> Tensor:
-        if self.norm is None:
-            return self._plain_sum()
+    def compute(self) -> Tensor:
+        if self.value is None:
+            self.value = self._plain_sum() if self.norm is None else self.normalised(None)
+        return self.value
+
+    def normalised(self, dropout: nn.Dropout | None) -> Tensor:
+        assert self.norm is not None
         shape = torch.broadcast_shapes(*(ids.shape for ids in self.ids))
         flat_ids = [ids.expand(shape).reshape(-1) for ids in self.ids]
         word, position, types = _three(self.tables)
@@ -67,11 +71,31 @@ class PendingRows(StandIn):
         ]
         return sum(parts[1:], parts[0])
 
+    def is_sum(self) -> bool:
+        """Whether it is still a sum of rows that no code has had as a tensor."""
+        return self.norm is None and self.value is None
+
+    def _joins(self, other: Any) -> bool:
+        both = isinstance(other, PendingRows) and self.is_sum() and other.is_sum()
+        return both and len(self.tables) + len(other.tables) <= _MOST_TABLES
+
     def __add__(self, other: Any) -> Any:
-        both_sums = isinstance(other, PendingRows) and self.norm is other.norm is None
-        if both_sums and len(self.tables) + len(other.tables) <= _MOST_TABLES:
+        if self._joins(other):
             return PendingRows(self.tables + other.tables, self.ids + other.ids)
         return self.compute() + computed(other)
+
+    def __iadd__(self, other: Any) -> Any:
+        """In place: other names of this sum see it too, as they would see the tensor change."""
+        if self._joins(other) and _same_shape(self.ids[0], other.ids):
+            self.tables, self.ids = self.tables + other.tables, self.ids + other.ids
+            return self
+        self.value = self.compute().__iadd__(computed(other))
+        return self
+
+
+def _same_shape(first: Tensor, others: Sequence[Tensor]) -> bool:
+    """Whether adding these rows in place leaves the sum its shape."""
+    return torch.broadcast_shapes(first.shape, *(ids.shape for ids in others)) == first.shape
 
 
 def _three(found: Sequence[Any]) -> list[Any]:
@@ -83,15 +107,15 @@ def table_forward(self: nn.Embedding, stock: Callable, input: Tensor) -> Any:
 
 
 def norm_forward(self: nn.LayerNorm, stock: Callable, input: Any) -> Any:
-    if isinstance(input, PendingRows):
-        return replace(input, norm=self) if input.norm is None else stock(input.compute())
-    return stock(input)
+    if isinstance(input, PendingRows) and input.is_sum():
+        return PendingRows(input.tables, input.ids, self)
+    return stock(computed(input))
 
 
 def dropout_forward(self: nn.Dropout, stock: Callable, input: Any) -> Tensor:
-    if not isinstance(input, PendingRows):
-        return stock(input)
-    return stock(input.compute()) if input.norm is None else input.compute(dropout=self)
+    if isinstance(input, PendingRows) and input.norm is not None and input.value is None:
+        return input.normalised(self)
+    return stock(computed(input))
 
 
 def fused_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers import heads
+from cputrain.layers import heads, padded_reads
 from cputrain.layers.activations import activation_kind
 from cputrain.layers.patch import (
     Patches,
@@ -17,11 +17,13 @@ from cputrain.layers.patch import (
     has_hook,
     outputs_to_record,
     parameter_names,
+    probed,
     situation_obstacle,
     step_aside,
     tensor_obstacle,
 )
 from cputrain.layers.without_padding import REAL, why_padding_is_needed
+from cputrain.ops.arithmetic import probing
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
 
 DROPPED = "padding dropped between embeddings and head"
@@ -59,7 +61,9 @@ def _hook_obstacle(encoder: nn.Module) -> str | None:
     return None
 
 
-def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
+def _dense_obstacle(
+    encoder: nn.Module, hidden_states: Tensor, padding: PaddingMask, args: tuple, options: dict[str, Any]
+) -> str | None:
     """Why this call needs the padded form."""
     recorded = {name for name in ("hidden_states", "attentions") if options.get(f"output_{name}")}
     recorded |= outputs_to_record(encoder)
@@ -69,22 +73,29 @@ def _dense_obstacle(encoder: nn.Module, hidden_states: Tensor, args: tuple, opti
         return "a cache or cross-attention is in use"
     if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
-    reason = tensor_obstacle(hidden_states) or global_hook_obstacle() or _hook_obstacle(encoder)
-    return changed(_verdicts.of(encoder)) if reason is None else reason
+    reason = (
+        padded_reads.obstacle(encoder, padding)
+        or tensor_obstacle(hidden_states)
+        or global_hook_obstacle()
+        or _hook_obstacle(encoder)
+    )
+    return why_changed(_verdicts, encoder) if reason is None else reason
 
 
-def changed(verdict: str | None) -> str | None:
-    """A module that could do without padding when it was taken over."""
+def why_changed(verdicts: Verdicts, module: nn.Module) -> str | None:
+    """Why a module can't do without padding that could when it was taken over; a twin has its module's verdict."""
+    verdict = None if probing.get() else verdicts.of(module)
     return None if verdict is None else f"its parts have changed, and {verdict}"
 
 
+@probed
 def ragged_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     reason: str | None = None
     if isinstance(attention_mask, PaddingMask):
         if attention_mask.real is not None:
-            reason = _dense_obstacle(self, hidden_states, args, kwargs)
+            reason = _dense_obstacle(self, hidden_states, attention_mask, args, kwargs)
             if reason is None:
                 ragged = attention_mask.ragged
                 out = stock(gather(hidden_states, ragged), ragged, **kwargs)
@@ -100,10 +111,10 @@ def ragged_forward(
 
 def _with_dense_hidden(out: Any, ragged: RaggedTokens) -> Any:
     if isinstance(out, Tensor):
-        return scatter(out, ragged)
+        return padded_reads.noted(scatter(out, ragged))
     if isinstance(out, tuple):
-        return (scatter(out[0], ragged), *out[1:])
-    out["last_hidden_state"] = scatter(out["last_hidden_state"], ragged)
+        return (padded_reads.noted(scatter(out[0], ragged)), *out[1:])
+    out["last_hidden_state"] = padded_reads.noted(scatter(out["last_hidden_state"], ragged))
     return out
 
 

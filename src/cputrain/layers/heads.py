@@ -1,8 +1,9 @@
 """What stands behind an encoder: linear layers that give each token its logits.
 
 They work on the real tokens only, too. Token logits at padded positions are 0. Span logits (`qa_outputs`) there can't
-win: stock takes the softmax over padded positions, so that padding leaks into loss and gradients; with the lowest
-finite value both are those of the sequences alone.
+win: stock takes the softmax over padded positions, so that padding leaks into loss and gradients; with a logit of
+-10,000, whose exponential is 0, both are those of the sequences alone. (The lowest finite value would overflow where
+logits are added up: span scores, label smoothing, distillation.)
 """
 
 from __future__ import annotations
@@ -62,23 +63,23 @@ def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
 def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     call = _call.get()
     product = functools.partial(linear_forward, self, stock)
-    return _on_real_tokens(product, input, None if call is None else call.dropped, lambda dtype: 0.0)
+    return _on_real_tokens(product, input, None if call is None else call.dropped, 0.0)
 
 
 def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
     call = _call.get()
     if len(args) != 1 or kwargs or call is None or transform_obstacle() is not None:
         return stock(*args, **kwargs)
-    return _on_real_tokens(stock, args[0], call.padding(), lambda dtype: torch.finfo(dtype).min)
+    return _on_real_tokens(stock, args[0], call.padding(), _PADDED_SPAN)
 
 
 def _on_real_tokens(
-    stock: Callable, x: Tensor, padding: PaddingMask | None, fill: Callable[[torch.dtype], float]
+    stock: Callable, x: Tensor, padding: PaddingMask | None, fill: float
 ) -> Tensor:
     if padding is None or x.dim() != 3 or x.shape[:2] != (padding.batch, padding.length):
         return stock(x)
     rows = stock(gather(x, padding.ragged))
-    return scatter(rows, padding.ragged, fill(rows.dtype))
+    return scatter(rows, padding.ragged, fill)
 
 
 def take_over_spans(model: nn.Module, patches: Patches) -> None:
@@ -97,7 +98,8 @@ def _takes_mask(module: nn.Module) -> bool:
     return not isinstance(module, torch.jit.ScriptModule) and "attention_mask" in parameter_names(type(module).forward)
 
 
-SPAN = "real tokens only; padded positions get the lowest span logit"
+SPAN = "real tokens only; padded positions get a span logit of -10,000"
+_PADDED_SPAN = -1e4
 _TOKEN = "real tokens only, where it gets a row for each; 0 at padded positions"
 
 

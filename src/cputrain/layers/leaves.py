@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import Patches, arithmetic_of, step_aside, tensor_obstacle, untouched
-from cputrain.layers.stand_in import computed
+from cputrain.stand_in import computed
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.layer_norm import layer_norm

@@ -26,6 +26,8 @@ from cputrain.ops.arithmetic import FP32, Arithmetic, Kind, probing
 
 logger = logging.getLogger("cputrain")
 
+# Begins the names of all that cputrain keeps in a module's __dict__ beside methods.
+OWN = "_cputrain_"
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
 # … and how its products are computed, unless that is in fp32.
@@ -106,9 +108,8 @@ def undo(model: nn.Module) -> None:
         state = part.__dict__
         for name in [name for name, value in state.items() if is_ours(value)]:
             del state[name]
-        state.pop(STEPPED_ASIDE, None)
-        state.pop(ARITHMETIC, None)
-        state.pop(autocast.RUNS_IN_BF16, None)
+        for name in [name for name in state if name.startswith(OWN)]:
+            del state[name]
 
 
 def has_patches(model: nn.Module) -> bool:

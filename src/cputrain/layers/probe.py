@@ -26,8 +26,8 @@ from cputrain.layers.signature import signature
 from cputrain.layers.twin import CannotCopy, twin_of
 from cputrain.ops.arithmetic import probing
 
-# What a module raises that wants other inputs than its structure suggests: not what we took it for.
-REFUSALS = (RuntimeError, TypeError, ValueError, AttributeError, LookupError, AssertionError, NotImplementedError)
+# What a module may raise that wants other inputs than its structure suggests: anything. It isn't what we took it for.
+REFUSALS = (Exception,)
 _SIZES = (1.0, 1e-2, 1e3, 1e6)  # of the inputs: large ones reach a clamp, small ones an epsilon
 # Two orders of summation differ by less, beside what the module itself makes of a change in its inputs' last digits.
 _TOLERANCE, _LAST_DIGITS = 1e-4, 1e-6
@@ -77,6 +77,16 @@ def note_attention_dropout(p: float) -> float:
     if p:
         seen.rates.append(("attention", float(p)))
     return 0.0
+
+
+@contextmanager
+def attention_noted() -> Iterator[None]:
+    """Within it stock's attention runs whose dropout was noted already: it may call dropout with a rate of 0."""
+    token = _dropouts.set(None)
+    try:
+        yield
+    finally:
+        _dropouts.reset(token)
 
 
 class _FixedDropout(TorchFunctionMode):

@@ -8,7 +8,19 @@ from typing import Any
 import torch
 from torch import nn
 
-from cputrain.layers import autocast, embeddings, encoder, feed_forward, heads, leaves, residual, self_attention, stack
+from cputrain.layers import (
+    attention_config,
+    autocast,
+    embeddings,
+    encoder,
+    feed_forward,
+    heads,
+    leaves,
+    padded_reads,
+    residual,
+    self_attention,
+    stack,
+)
 from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.patch import Patches, is_ours, parameter_names, untouched
 from cputrain.layers.probe import remembering
@@ -86,4 +98,7 @@ def take_over_encoders(model: nn.Module, patches: Patches) -> bool:
         inside.update(id(part) for part in module.modules())
     heads.take_over_spans(model, patches)
     heads.take_over_tokens(model, taken, others, patches)
+    if taken:
+        attention_config.choose(model, True)
+        padded_reads.note_reads(model, [part for part in model.modules() if is_transformers_model(part)], taken)
     return bool(taken)

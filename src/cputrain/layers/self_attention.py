@@ -96,16 +96,15 @@ def fused_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
     reason = _obstacle(self, hidden_states, args, kwargs)
-    where = None
+    scope = None
     if reason is None:
         batch, length = hidden_states.shape[:2]
         stock_name = registry.stock_name(self.config._attn_implementation)
-        where = registry.sequences_of(attention_mask, self, batch, length, kwargs.get("is_causal"), stock_name)
-        reason = None if where is not None else "the mask is not plain"
-    if where is None:
+        scope = registry.scope_of(attention_mask, self, batch, length, kwargs.get("is_causal"), stock_name)
+        reason = None if scope is not None else "the mask is not plain"
+    if scope is None:
         step_aside(self, str(reason))
         return stock(hidden_states, attention_mask, *args, **kwargs)
-    sequences, causal = where
     triple, rate = _triple(self), _attention_rate(self)
     assert triple is not None and rate is not None
     size = _head_size(self)
@@ -114,10 +113,11 @@ def fused_forward(
         flat(hidden_states),
         [part.weight for part in triple],
         [part.bias for part in triple],
-        sequences,
+        scope.sequences,
         heads=heads,
         scale=self.scaling,
-        causal=causal,
+        causal=scope.causal,
+        key_bias=scope.key_bias,
         p=rate,
         arithmetic=arithmetic_of(self),
     )

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers import attention_config, heads
+from cputrain.layers import attention_config, heads, padded_reads
 from cputrain.layers.attention import stock_reasons
 from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.encoder import DROPPED, Verdicts, changed, parts_of
+from cputrain.layers.encoder import DROPPED, Verdicts, parts_of, why_changed
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
@@ -32,7 +32,7 @@ from cputrain.layers.patch import (
     tensor_obstacle,
     untouched,
 )
-from cputrain.layers.stand_in import StandIn, computed
+from cputrain.stand_in import StandIn, computed
 from cputrain.layers.without_padding import REAL, why_padding_is_needed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
 
@@ -117,9 +117,13 @@ def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
 def _with_zeros(out: Any, ragged: RaggedTokens) -> Any:
     """The norm behind the layers turns a padded position's 0 into its bias: back to 0, and no gradient from there."""
     if isinstance(out, tuple):
-        return (scatter(gather(computed(out[0]), ragged), ragged), *out[1:])
-    out["last_hidden_state"] = scatter(gather(computed(out["last_hidden_state"]), ragged), ragged)
+        return (_zeroed(out[0], ragged), *out[1:])
+    out["last_hidden_state"] = _zeroed(out["last_hidden_state"], ragged)
     return out
+
+
+def _zeroed(hidden_states: Any, ragged: RaggedTokens) -> Tensor:
+    return padded_reads.noted(scatter(gather(computed(hidden_states), ragged), ragged))
 
 
 @probed
@@ -224,13 +228,14 @@ def _recording_obstacle(call: _Call) -> str | None:
 def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str | None:
     reason = (
         _argument_obstacle(given, padding)
+        or padded_reads.obstacle(stack, padding)
         or tensor_obstacle(hidden_states)
         or global_hook_obstacle()
         or _hook_obstacle(stack)
     )
     if reason is None and not all(is_ours(layer.__dict__.get("forward")) for layer in _layers(stack) or ()):
         return "its layers have changed"
-    return changed(_verdicts.of(stack)) if reason is None else reason
+    return why_changed(_verdicts, stack) if reason is None else reason
 
 
 def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | None:

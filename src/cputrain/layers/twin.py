@@ -24,8 +24,11 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# A row of a matrix begins this many numbers behind the one before: a prime, so that no period meets that of heads.
+# A row of a large matrix begins this many numbers behind the one before: a prime, so that no period meets that of heads.
 _ROW_STEP = 13
+# Matrices of a stack (experts) overlap in the same way, but begin where vectors of 64 bytes may.
+_MATRIX_STEP = 208
+_LARGE = 1 << 20
 _OWN = "_cputrain"  # begins the names of what cputrain keeps on modules
 
 
@@ -65,7 +68,7 @@ def _prepare(part: nn.Module, inside: set[int], noise: _Noise, memo: dict[int, A
     for name, value in part.__dict__.items():
         if name in _HOOKS:
             memo[id(value)] = OrderedDict()
-        elif name.startswith(_OWN):
+        elif name.startswith(_OWN) and not isinstance(value, (bool, str, tuple)):  # which others may have, too
             memo[id(value)] = None
         elif any(id(found) not in inside for found in _modules_in(value)):
             raise CannotCopy(f"its {name} holds a module that is no part of it")
@@ -80,6 +83,14 @@ def _prepare(part: nn.Module, inside: set[int], noise: _Noise, memo: dict[int, A
 def _modules_in(value: Any) -> list[nn.Module]:
     values = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple, set)) else (value,)
     return [found for found in values if isinstance(found, nn.Module)]
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a matrix, or of a stack of matrices: contiguous rows, which overlap where the matrix is large."""
+    *leading, rows, width = shape
+    row_step = _ROW_STEP if not leading and rows * width > _LARGE else width
+    steps = [_MATRIX_STEP * torch.Size(leading[i + 1 :]).numel() for i in range(len(leading))]
+    return *steps, row_step, 1
 
 
 class _Noise:
@@ -101,15 +112,13 @@ class _Noise:
         return nn.Parameter(self._view(shape))
 
     def _view(self, shape: tuple[int, ...]) -> Tensor:
-        width = shape[-1] if len(shape) > 1 else 1
-        rows = torch.Size(shape[:-1]).numel() if len(shape) > 1 else 1
-        count = (rows - 1) * _ROW_STEP + (width if len(shape) > 1 else torch.Size(shape).numel())
-        self._next = (self._next + 101) % 997  # another part of the buffer for each parameter
-        values = self._buffer(width if len(shape) > 1 else 0, self._next + max(count, 1))
+        self._next = (self._next + 104) % 1000  # another part of the buffer for each parameter, as aligned as torch's
         if len(shape) < 2:
-            return values[self._next : self._next + count].view(shape)
-        strides = [_ROW_STEP * torch.Size(shape[i + 1 : -1]).numel() for i in range(len(shape) - 1)]
-        return values.as_strided(shape, (*strides, 1), self._next)
+            count = torch.Size(shape).numel()
+            return self._buffer(0, self._next + count)[self._next : self._next + count].view(shape)
+        strides = _strides(shape)
+        count = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True) if size) + 1
+        return self._buffer(shape[-1], self._next + count).as_strided(shape, strides, self._next)
 
     def _buffer(self, width: int, count: int) -> Tensor:
         """Numbers of a size for matrices of this width; 0: for vectors."""

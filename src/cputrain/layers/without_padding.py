@@ -29,8 +29,9 @@ def why_padding_is_needed(module: nn.Module, width: int, padded: Side, without: 
     repeated = repeated_layers(module)
     try:
         with quietly(may_draw=True):
+            twin = twin_of(module, repeated.__contains__)
             try:
-                return _compare(twin_of(module, repeated.__contains__), width, padded, without)
+                return _compare(twin, width, padded, without)
             except REFUSALS:
                 if not repeated:
                     return NOT_THE_SAME

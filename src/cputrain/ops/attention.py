@@ -98,7 +98,7 @@ def attention(
     """
     _check(q, k, v, sequences)
     if bias is not None:
-        bias = _four_dimensions(bias, sequences, q.shape[1])
+        bias = four_dimensions(bias, sequences, q.shape[1])
     return _Attention.apply(q, k, v, bias, Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0))
 
 
@@ -125,7 +125,7 @@ def plain(
     heads = q.shape[1]
     k, v = (x.repeat_interleave(heads // x.shape[1], 1) for x in (k, v))
     if bias is not None:
-        bias = _four_dimensions(bias, sequences, heads)
+        bias = four_dimensions(bias, sequences, heads)
     kept = None
     if p > 0:
         rows, longest = sequences.total, sequences.longest
@@ -218,7 +218,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
         )
 
 
-def _four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
+def four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
     """The bias as (sequences or 1, heads or 1, queries, keys); autograd brings its gradient back to its shape."""
     four = bias[(None,) * (4 - bias.dim())]
     count, length = len(sequences.lengths), sequences.longest

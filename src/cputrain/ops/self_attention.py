@@ -14,27 +14,35 @@ from torch import Tensor
 
 from cputrain.ops import workspace
 from cputrain.ops.arithmetic import FP32, Arithmetic, rounded
-from cputrain.ops.attention import Sequences, Settings, attention_backward, attention_forward, split_packed
+from cputrain.ops.attention import (
+    Sequences,
+    Settings,
+    attention_backward,
+    attention_forward,
+    four_dimensions,
+    split_packed,
+)
 from cputrain.ops.attention import plain as attention_plain
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.linear import OutputGradient, forward_product
+from cputrain.ops.operands import require_float32
 
 
 class _SelfAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, heads, settings, arithmetic, *weights_and_biases):
+    def forward(ctx, x_TI, heads, settings, key_bias, arithmetic, *weights_and_biases):
         weights, biases = weights_and_biases[:3], weights_and_biases[3:]
         ctx.call = arithmetic.begin()
         bias = None if biases[0] is None else torch.cat(biases)
-        need_weights = any(ctx.needs_input_grad[4:7])
+        need_weights = any(ctx.needs_input_grad[5:8])
         to_round = ctx.call.kind == "bf16"
         joined, added = torch.cat(weights), None if to_round else bias
         qkv, kept = forward_product(x_TI, joined, added, ctx.call, keep=need_weights, passing="qkv", narrow=True)
         if to_round:  # now, not after the attention: the backward must find the log-sum-exp of what it reads
             qkv = rounded(qkv, bias)
-        ctx.heads, ctx.settings = heads, settings
-        out, lse = attention_forward(*split_packed(qkv, heads), settings)
+        ctx.heads, ctx.settings, ctx.key_bias = heads, settings, key_bias
+        out, lse = attention_forward(*split_packed(qkv, heads), settings, key_bias)
         kept_out = out  # as the next product keeps it, which is bf16 only if it multiplies that
         if ctx.call.kind == "native_bf16":
             kept_out = ctx.call.keep(out.flatten(1))[0].view(out.shape)
@@ -49,13 +57,14 @@ class _SelfAttention(torch.autograd.Function):
         dqkv = workspace.spread_rows("qkv", *qkv.shape)
         grad = grad.contiguous().view(out.shape)
         q, k, v = split_packed(qkv, ctx.heads)
-        attention_backward(grad, q, k, v, out.float(), lse, ctx.settings, split_packed(dqkv, ctx.heads))
-        need_x, _, _, _, *needed = ctx.needs_input_grad
+        grads = split_packed(dqkv, ctx.heads)
+        attention_backward(grad, q, k, v, out.float(), lse, ctx.settings, grads, ctx.key_bias)
+        need_x, _, _, _, _, *needed = ctx.needs_input_grad
         need_weights, need_biases = needed[:3], needed[3:]
         gradient = OutputGradient(dqkv, ctx.call, need_x, any(need_weights), any(need_biases))
         grad_x = gradient.of_input(torch.cat(weights)) if need_x else None
         grad_weight = gradient.of_weight(kept, weights[0].shape[1]) if any(need_weights) else None
-        return grad_x, *[None] * 3, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)
+        return grad_x, *[None] * 4, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)
 
 
 def _thirds(joined: Tensor | None, needed: list[bool]) -> list[Tensor | None]:
@@ -75,15 +84,22 @@ def self_attention(
     scale: float,
     causal: bool = False,
     p: float = 0.0,
+    key_bias: Tensor | None = None,
     arithmetic: Arithmetic = FP32,
 ) -> Tensor:
-    """`attention` of x's queries, keys and values, tokens × (heads · size); all three have a bias or none has."""
+    """`attention` of x's queries, keys and values, tokens × (heads · size); all three have a bias or none has.
+
+    `key_bias`, (sequences or 1, 1, 1, keys), is added to the scores and has no gradient.
+    """
     settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0)
-    return _SelfAttention.apply(x_TI, heads, settings, arithmetic, *weights, *biases)
+    if key_bias is not None:
+        require_float32("self_attention", key_bias=key_bias)
+        key_bias = four_dimensions(key_bias.detach(), sequences, heads)
+    return _SelfAttention.apply(x_TI, heads, settings, key_bias, arithmetic, *weights, *biases)
 
 
-def plain(x_TI, weights, biases, sequences, *, heads, scale, causal=False, p=0.0, key=0) -> Tensor:
+def plain(x_TI, weights, biases, sequences, *, heads, scale, causal=False, p=0.0, key=0, key_bias=None) -> Tensor:
     """The same in PyTorch, once the key is drawn."""
     parts = (torch.nn.functional.linear(x_TI, w, b) for w, b in zip(weights, biases, strict=True))
     q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
-    return attention_plain(q, k, v, sequences, scale=scale, causal=causal, p=p, key=key).flatten(1)
+    return attention_plain(q, k, v, sequences, scale=scale, causal=causal, p=p, key=key, bias=key_bias).flatten(1)
