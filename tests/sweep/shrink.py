@@ -1,0 +1,232 @@
+"""Configurations of a few thousand parameters for any model type that transformers knows.
+
+The default configuration is turned into a dictionary, every number that sets a size is replaced according to its name,
+and the configuration is built again from the dictionary. `OVERRIDES` has what a name alone doesn't tell.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from typing import Any
+
+from transformers import PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from tests.sweep.overrides import OVERRIDES
+
+HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, LAYERS, VOCABULARY = 64, 4, 2, 16, 2, 120
+MIDDLE = 96  # of the feed-forward; the square variant has HIDDEN
+RANK = 32
+POSITIONS = 128
+IMAGE, PATCH = 32, 8
+LABELS = 5
+
+_NOT_ARGUMENTS = {"transformers_version", "architectures", "stage_names", "label2id", "id2label", "_name_or_path"}
+_LAYER_LISTS = re.compile(
+    r".*layer_types|.*layers?_block_type|no_rope_layers|layer_rope_theta|indexer_types|attention_layers|.*_layer_types"
+    r"|layers_type|block_types|rope_layers|attention_types|attn_layers"
+)
+
+_IN_PARTS = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size", "hidden_size")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
+
+# The first name that matches decides; a function gets the old value.
+Rule = tuple[str, Any]
+_INTEGERS: list[Rule] = [
+    (r"type_vocab_size|.*_type_vocab_size", None),
+    (r".*codebook_size|num_embeddings", lambda old: min(old, 64)),
+    (r".*vocab_size.*|.*_vocab", lambda old: min(old, VOCABULARY)),
+    (r".*(key_value|kv)_(heads|head_num)|n_head_kv|num_kv_heads|multi_query_group_num", KEY_VALUE_HEADS),
+    (r".*_?heads?|.*num_heads|n_head|.*attention_heads|.*num_attention_heads.*", lambda old: min(old, HEADS)),
+    (r"num_kv_shared_layers|num_hash_layers|num_nextn_predict_layers|first_k_dense_replace", lambda old: min(old, 0)),
+    (r"num_feat_extract_layers|num_adapter_layers|num_residual_layers", None),
+    (r".*num_.*layers|.*n_layers?|.*_layers|depth|.*_depth|num_blocks|.*num_.*_blocks", lambda old: min(old, LAYERS)),
+    (r".*intermediate.*size|.*ffn_.*dim|.*ffn_.*size|d_ff|n_inner|mlp_dim|.*mlp_.*size|.*feedforward_dim", "middle"),
+    (r".*_dim_feedforward|dim_feedforward|decoder_ffn_dim|encoder_ffn_dim|ffn_dim|ffn_hidden_size", "middle"),
+    (r".*(kv|q|o|out)_lora_rank|.*_rank", lambda old: min(old, RANK)),
+    (r"qk_head_dim", 2 * HEAD_SIZE),
+    (r".*head_dim|dim_head|d_kv|d_k|d_v|.*head_size|.*kv_channels", "head"),
+    (r"rotary_dim", lambda old: min(old, HEAD_SIZE)),
+    (r".*experts_per_tok.*|.*moe_topk|.*moe_k|num_selected_experts|.*num_experts_per_token|.*experts_topk", "top"),
+    (r".*shared_experts", lambda old: min(old, 1)),
+    (r".*experts.*", lambda old: min(old, 4)),
+    (r"n_group|topk_group", 1),
+    (r".*(hidden|model|embed|embd|emb|embedding|projection|proj|output|latent|context|cond|query|key|value|text|vision|"
+     r"audio|input|inner|attention|fpn|neck|fusion|state|channel)s?_(size|dim|dims|width|channels)|.*d_model|n_embd|dim|"
+     r"width|.*_dim|.*_width|.*hidden_size.*|.*channels", lambda old: min(old, HIDDEN)),
+    (r".*max_.*position.*|n_positions|n_ctx|max_seq_len.*|seq_length|max_sequence_length|.*max_seq_len", "positions"),
+    (r".*image_size|img_size|input_size", lambda old: IMAGE if old > IMAGE else old),
+    (r".*patch_size|encoder_stride", lambda old: PATCH if old > PATCH else old),
+    (r"window_size|local_window_size", lambda old: 4 if old > 4 else old),
+    (r"sliding_window|attention_window|window|.*_window|local_attention|attention_chunk_size", lambda old: min(old, 8)),
+    (r"num_queries|num_object_queries|.*_num_points|train_num_points", lambda old: min(old, 10)),
+    (r"block_size|chunk_size|.*chunk_length|.*_chunk_size", lambda old: min(old, 4)),
+    (r"num_labels", LABELS),
+]  # fmt: skip
+_FLOATS: list[Rule] = [(r"mlp_ratio|.*mlp_ratio|.*expansion_ratio", "ratio")]
+_TOKEN = re.compile(r".*token_id|.*token_index|.*_token_ids?|.*token_idx")
+
+
+class _Shrinker:
+    def __init__(self, square: bool) -> None:
+        self.middle = HIDDEN if square else MIDDLE
+        self.ratio = 1.0 if square else 1.5
+        self.next_token = VOCABULARY - 1
+
+    def config(self, old: dict[str, Any]) -> dict[str, Any]:
+        new = {name: self.value(name, value) for name, value in old.items() if name not in _NOT_ARGUMENTS}
+        heads, keys = old.get("num_attention_heads"), old.get("num_key_value_heads")
+        if heads is not None and heads == keys:
+            new["num_key_value_heads"] = new["num_attention_heads"]
+        name = next((n for n in _LAYERS if isinstance(new.get(n), int)), None)
+        if "depths" in new:  # stages with layers of their own; their number stays
+            new = {key: value for key, value in new.items() if key not in _LAYERS or key == "depth"}
+            if isinstance(new.get("window_size"), int) and "image_size" in new:  # no stage may be smaller than a window
+                new |= {"window_size": 2, "image_size": 2 * IMAGE}
+        elif name is not None:
+            _cut_stages(new, name)
+            self.cut_lists(old, new, old[name], new[name])
+        return new
+
+    def cut_lists(self, old: dict[str, Any], new: dict[str, Any], before: int, layers: int) -> None:
+        """Lists and dictionaries with one entry per layer lose those of the layers that are gone."""
+        for name, value in ((name, old[name]) for name in list(new)):
+            if isinstance(value, (list, tuple)) and (len(value) == before or _LAYER_LISTS.fullmatch(name)):
+                if name not in ("out_features", "out_indices"):
+                    new[name] = _kinds_kept([self.value(name, x) for x in value], layers)
+            elif isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+                new[name] = {key: x for key, x in new[name].items() if int(key) < layers}
+
+    def value(self, name: str, old: Any) -> Any:
+        if isinstance(old, dict):
+            return self.config(old) if "model_type" in old else self.dictionary(name, old)
+        if isinstance(old, bool) or old is None:
+            return old
+        if isinstance(old, int):
+            return self.token(old) if _TOKEN.fullmatch(name) else self.integer(name, old)
+        if isinstance(old, float):
+            return self.by_rule(_FLOATS, name, old)
+        if isinstance(old, (list, tuple)) and old and all(type(x) is int for x in old):
+            return self.integers(name, list(old))
+        return old
+
+    def dictionary(self, name: str, old: dict[str, Any]) -> dict[str, Any]:
+        new = {
+            key: self.value(str(key), x) if isinstance(x, dict) or str(key) in _IN_PARTS else x
+            for key, x in old.items()
+        }
+        section = new.get("mrope_section")
+        if section:
+            new["mrope_section"] = _sections(section, HEAD_SIZE // 2)
+        return new
+
+    def token(self, old: int) -> int:
+        if old < VOCABULARY:
+            return old
+        self.next_token -= 1
+        return self.next_token
+
+    def integer(self, name: str, old: int) -> int:
+        return self.by_rule(_INTEGERS, name, old) if old > 0 else old
+
+    def by_rule(self, rules: list[Rule], name: str, old: Any) -> Any:
+        for pattern, new in rules:
+            if re.fullmatch(pattern, name):
+                return self.filled(new, old)
+        return old
+
+    def filled(self, new: Any, old: Any) -> Any:
+        if new is None:
+            return old
+        if callable(new):
+            return new(old)
+        named = {"middle": self.middle, "ratio": self.ratio, "head": min(old, HEAD_SIZE), "top": min(old, 2)}
+        named["positions"] = min(old, POSITIONS)
+        return named.get(new, new) if isinstance(new, str) else new
+
+    def integers(self, name: str, old: list[int]) -> list[int]:
+        if re.fullmatch(r"depths|.*_depths|layers|num_blocks|stage_num_blocks|blocks_per_stage", name):
+            return [1] * len(old)
+        if _TOKEN.fullmatch(name):
+            return [self.token(x) for x in old]
+        if len(set(old)) == 1:
+            return [self.integer(name, x) for x in old]
+        first = self.integer(name.removesuffix("s"), old[0]) if old[0] > 0 else old[0]
+        first = HEADS if "heads" in name and old[0] > 1 else first
+        if (
+            re.search(r"size|dim|channels|heads", name)
+            and old[0] > 0
+            and not re.search(r"kernel|patch|window|feat", name)
+        ):
+            return [max(1, x * first // old[0]) for x in old]
+        return old
+
+
+def _cut_stages(settings: dict[str, Any], layers_name: str) -> None:
+    """A backbone's chosen stages are layers that still exist; a neck that wants four of them gets four layers."""
+    chosen = settings.get("out_features")
+    if not isinstance(chosen, list) or "depths" in settings or not all(re.fullmatch(r"stage\d+", x) for x in chosen):
+        return
+    settings[layers_name] = max(settings[layers_name], len(chosen))
+    last = settings[layers_name]
+    settings["out_features"] = [f"stage{last - len(chosen) + 1 + number}" for number in range(len(chosen))]
+    settings.pop("out_indices", None)
+
+
+def _kinds_kept(values: list, layers: int) -> list:
+    """As many entries as layers; the last two kinds that occur, so that a mixed model stays mixed."""
+    kinds = list(dict.fromkeys(values if all(isinstance(x, (str, int, float)) for x in values) else []))
+    return [*kinds, *values][:layers] if len(kinds) >= layers else values[:layers]
+
+
+def _sections(section: list[int], total: int) -> list[int]:
+    """Split in the same number of parts, in order of size, with the given sum."""
+    parts = [max(1, x * total // sum(section)) for x in section]
+    parts[0] += total - sum(parts)
+    return parts
+
+
+def shrunken(model_type: str, square: bool = False, dropout: bool = False) -> PretrainedConfig:
+    kind = CONFIG_MAPPING[model_type]
+    default = kind(**copy.deepcopy(OVERRIDES.get(model_type, {}).get("default", {})))
+    settings = _Shrinker(square).config(default.to_dict())
+    settings.pop("model_type", None)
+    settings = _with_dropout(settings, dropout)
+    for path, value in OVERRIDES.get(model_type, {}).items():
+        if path != "default":
+            _put(settings, path.split("."), value)
+    config = kind(**settings)
+    for part in (config, *map(config.__getattribute__, _text_parts(config))):  # classifiers look for it
+        if getattr(part, "pad_token_id", None) is None:
+            part.pad_token_id = 0
+    return config
+
+
+def _text_parts(config: PretrainedConfig) -> list[str]:
+    names = ("text_config", "decoder", "generator", "text_encoder", "thinker_config")
+    return [name for name in names if isinstance(getattr(config, name, None), PretrainedConfig)]
+
+
+_RATE = re.compile(r"(?!.*(layer_?drop|quantizer|adapter_drop)).*drop.*")
+
+
+def _with_dropout(settings: dict[str, Any], on: bool) -> dict[str, Any]:
+    """All rates 0, or each another one, so that a dropout in another's place is seen; layers are never skipped."""
+    new, rate = {}, 0.05
+    for name, value in settings.items():
+        if isinstance(value, dict):
+            value = _with_dropout(value, on)
+        elif "drop" in name and isinstance(value, float):
+            rate += 0.05
+            value = round(min(rate, 0.4), 2) if on and _RATE.fullmatch(name) else 0.0
+        elif name == "apply_spec_augment":
+            value = False
+        new[name] = value
+    return new
+
+
+def _put(settings: dict[str, Any], path: list[str], value: Any) -> None:
+    for name in path[:-1]:
+        settings = settings[name]
+    settings[path[-1]] = value
