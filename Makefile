@@ -10,9 +10,10 @@ BUILD_TREE := build/editable
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
+SWEEP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test lint format bench wheel clean
+.PHONY: help install build demo test soak models lint format bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -38,6 +39,12 @@ demo: build ## train a small question-answering model, stock and optimised side 
 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
+
+soak: build ## sweep every model type of transformers against stock (an hour; SWEEP_ARGS="--quick")
+	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
+
+models: build ## write docs/models.md: what is replaced in each model type
+	$(BIN)/python -m tests.sweep.models_page
 
 lint: $(INSTALLED) ## check style and types of Python and C++
 	$(BIN)/ruff check .

@@ -87,7 +87,8 @@ def _of_outputs(
     ours: dict[str, Tensor], stock: dict[str, Tensor], inputs: Inputs, all_positions: bool, norm: bool
 ) -> Iterator[Difference]:
     if ours.keys() != stock.keys():
-        yield Difference("outputs", np.inf, f"outputs are {sorted(ours)}, stock's {sorted(stock)}")
+        lost, added = sorted(stock.keys() - ours.keys()), sorted(ours.keys() - stock.keys())
+        yield Difference("outputs", np.inf, f"ours lacks {lost}, and has {added} that stock lacks")
         return
     for name, theirs in stock.items():
         mine = ours[name]
