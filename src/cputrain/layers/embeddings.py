@@ -75,6 +75,11 @@ class PendingRows(StandIn):
         """Whether it is still a sum of rows that no code has had as a tensor."""
         return self.norm is None and self.value is None
 
+    def requires_grad_(self, requires_grad: bool = True) -> Any:
+        """A hook of transformers' checkpointing asks for gradients that rows of trained tables have anyway."""
+        trained = any(table.weight.requires_grad for table in self.tables)
+        return self if requires_grad and trained else self.compute().requires_grad_(requires_grad)
+
     def _joins(self, other: Any) -> bool:
         both = isinstance(other, PendingRows) and self.is_sum() and other.is_sum()
         return both and len(self.tables) + len(other.tables) <= _MOST_TABLES

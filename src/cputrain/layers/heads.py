@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.layers import padded_reads
 from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.leaves import linear_forward
 from cputrain.layers.patch import Patches, parameter_names, transform_obstacle, untouched
@@ -117,9 +118,12 @@ def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[n
         if len(inside) != 1 or parts.intersection(others) or "attention_mask" not in parameter_names(module.forward):
             continue
         done |= parts
-        encoded = set(inside.pop().modules())
+        encoder = inside.pop()
+        encoded = set(encoder.modules())
         heads = [(n, p) for n, p in module.named_modules() if type(p) is nn.Linear and p not in encoded]
         heads = [(n, p) for n, p in heads if untouched(p)]
+        known = padded_reads.token_wise(module, encoder, [p for _, p in heads]) if heads else []
+        heads = [(n, p) for n, p in heads if p in known]
         if heads:
             patches.bind(name, module, "forward", model_forward, "hands the dropped padding to its heads")
         for part_name, part in heads:

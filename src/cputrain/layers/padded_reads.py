@@ -75,6 +75,41 @@ def _is_causal(encoder: nn.Module) -> bool:
     return bool(found) and all(found)
 
 
+def token_wise(model: nn.Module, encoder: nn.Module, heads: list[nn.Module]) -> list[nn.Module]:
+    """Those of the linear layers in `model` that get, for each token, what follows from the encoder's result there.
+
+    A decoder's head gets as many rows if the decoder's input is as long, but they are not those of the encoder.
+    """
+    repeated, mask = repeated_layers(encoder), _MASKS["last"]
+    terms: list[Tensor] = []
+    token = _terms.set(terms)
+    try:
+        with quietly(may_draw=True), fixed_dropout():
+            twin = twin_of(model, repeated.__contains__).eval()
+            names = {part: name for name, part in model.named_modules()}
+            inputs: dict[nn.Module, list[Tensor]] = {head: [] for head in heads}
+            for head, seen in inputs.items():
+                twin.get_submodule(names[head]).register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
+            twin(**_batch(twin, mask))
+            return [head for head, seen in inputs.items() if seen and all(_follows(x, terms, mask) for x in seen)]
+    except (*REFUSALS, CannotCopy):
+        return []
+    finally:
+        _terms.reset(token)
+
+
+def _follows(x: Tensor, terms: list[Tensor], mask: Tensor) -> bool:
+    """Whether the second token's row of x depends on the terms of that token and of no other."""
+    if len(terms) != 1 or not _rows(x, mask) or not x.requires_grad:
+        return False
+    row = x[:, 1]
+    (grad,) = torch.autograd.grad(row, terms, random_rows(*row.shape), retain_graph=True, allow_unused=True)
+    if grad is None or not _rows(grad, mask):
+        return False
+    elsewhere = torch.arange(mask.shape[1]) != 1
+    return bool(grad[:, 1].any()) and not bool(grad[:, elsewhere].any())
+
+
 def _reads(model: nn.Module, encoders: list[nn.Module], end: str) -> bool | None:
     """Whether a result depends on padded positions at this end; None if it can't be asked."""
     repeated = {layer for encoder in encoders for layer in repeated_layers(encoder)}

@@ -96,9 +96,9 @@ def take_over_encoders(model: nn.Module, patches: Patches) -> bool:
         take_over = stack.take_over if is_stack else encoder.take_over
         (taken if take_over(name, module, patches) else others).append(module)
         inside.update(id(part) for part in module.modules())
+    attention_config.choose(model, bool(taken))
     heads.take_over_spans(model, patches)
     heads.take_over_tokens(model, taken, others, patches)
     if taken:
-        attention_config.choose(model, True)
         padded_reads.note_reads(model, [part for part in model.modules() if is_transformers_model(part)], taken)
     return bool(taken)

@@ -33,6 +33,7 @@ from cputrain.layers.patch import (
     untouched,
 )
 from cputrain.stand_in import StandIn, computed
+from cputrain.layers.probe import REFUSALS
 from cputrain.layers.without_padding import REAL, why_padding_is_needed
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
 
@@ -300,11 +301,11 @@ def _needs_padding(stack: nn.Module) -> str | None:
     """Why it doesn't give the same for real tokens without padding, which stands between the tokens too; or None."""
     if any(isinstance(part, nn.modules.batchnorm._BatchNorm) for part in parts_of(stack)):
         return "a part of it looks at all tokens"  # but only at one by one while it is asked
-    embeddings = stack.get_input_embeddings()  # type: ignore[operator]
-    if not isinstance(embeddings, nn.Module) or not isinstance(getattr(embeddings, "weight", None), Tensor):
+    try:
+        width = stack.get_input_embeddings().weight.shape[1]  # type: ignore[operator, union-attr]
+    except REFUSALS:
         return "its input embeddings are not known"
     kept, dropped = _Probe(keep=True), _Probe(keep=False)
-    width = embeddings.weight.shape[1]
     reason = why_padding_is_needed(stack, width, *(partial(_last_hidden_state, probe) for probe in (kept, dropped)))
     return dropped.kept_because or reason
 
