@@ -172,8 +172,10 @@ def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
 def _take_over_model(model: nn.Module, record: Record) -> None:
     patches = record.patches
     try:
-        attention_config.take_over(model, patches)
+        unregistered = attention_config.take_over(model, patches)
         recognise.take_over_pieces(model, patches)
+        if unregistered is not None and not recognise.replaces_attention(patches):
+            patches.leave("", model, unregistered)
         ragged = record.padding == "drop" and recognise.take_over_encoders(model, patches)
         attention_config.choose(model, ragged)
         recognise.take_over_model(model, patches)

@@ -18,18 +18,16 @@ from cputrain.layers import attention
 from cputrain.layers.patch import Patches
 
 
-def take_over(model: nn.Module, patches: Patches) -> None:
-    """Gives every module that runs attention or makes its mask a view of its config."""
+def take_over(model: nn.Module, patches: Patches) -> str | None:
+    """Gives every module that runs attention or makes its mask a view of its config; returns why it can't, if so."""
     submodels: list[Any] = [module for module in model.modules() if is_transformers_model(module)]
     if not submodels:
-        return
+        return None
     if not hasattr(sys.modules["transformers"], "AttentionMaskInterface"):
         version = sys.modules["transformers"].__version__
-        patches.leave("", model, f"attention and padding are stock's: transformers {version} has no registry of masks")
-        return
+        return f"attention and padding are stock's: transformers {version} has no registry of masks"
     if not all(submodel._can_set_attn_implementation() for submodel in submodels):
-        patches.leave("", model, "its attention doesn't go through transformers' registry")
-        return
+        return "its attention doesn't go through transformers' registry"
     attention.register()
     # A model around a base model makes no masks: its config, which users hand on to other models, stays untouched.
     outer = {id(submodel) for submodel in submodels if submodel.base_model is not submodel}
@@ -41,19 +39,20 @@ def take_over(model: nn.Module, patches: Patches) -> None:
             patches.leave(name, module, f"its attention implementation is {config._attn_implementation}")
             continue
         module.__dict__["config"] = views.setdefault(id(config), _view(config))
+    return None
 
 
 def choose(model: nn.Module, ragged: bool) -> None:
     """Whether the masks are to be handed over as lengths, which only models without padding inside understand."""
     for module in model.modules():
-        if _is_view(module.__dict__.get("config")):
+        if is_view(module.__dict__.get("config")):
             object.__setattr__(module.__dict__["config"], "_cputrain_ragged", ragged)
 
 
 def undo(model: nn.Module) -> None:
     """Gives every module its own config back, with what was changed in it since."""
     for module in model.modules():
-        if _is_view(module.__dict__.get("config")):
+        if is_view(module.__dict__.get("config")):
             module.__dict__["config"] = module.__dict__["config"]._cputrain_original
 
 
@@ -69,7 +68,8 @@ def _configured(model: nn.Module) -> list[tuple[str, nn.Module, Any]]:
     return [entry for entry in found if isinstance(entry[2], kind)]
 
 
-def _is_view(config: Any) -> bool:
+def is_view(config: Any) -> bool:
+    """Whether it is a config of ours, which names our attention."""
     return hasattr(type(config), "_cputrain_original")
 
 

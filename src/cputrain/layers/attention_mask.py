@@ -1,19 +1,29 @@
-"""The mask factory of our attention: which tokens are real, instead of a matrix that says so for each pair of them."""
+"""Which tokens are real, instead of a matrix that says so for each pair of them.
+
+Models that go through transformers' registry of masks get it from our mask factory. Others (BERT before transformers 5)
+make a matrix that is added to the scores; what it hides is read from it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch import Tensor
 
 from cputrain.layers.patch import transform_obstacle
 from cputrain.padding import PaddingMask
+
+# What models add to a score to hide it: the lowest value of their dtype, or -inf. Of bf16's, which is above fp32's.
+_HIDDEN = torch.finfo(torch.bfloat16).min
 
 
 def make_ragged_mask(stock: str) -> Callable:
     """The mask factory of `cputrain_ragged_over_<stock>`."""
     from transformers import masking_utils  # not inside: torch.compile of torch 2.8 can't follow it there
+
+    all_see_all = getattr(masking_utils, "bidirectional_mask_function", None)  # transformers 5 has it
 
     def cputrain_mask(*args: Any, **kwargs: Any) -> object:
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
@@ -28,7 +38,7 @@ def make_ragged_mask(stock: str) -> Callable:
         real = None if real is None or bool(real.all()) else real.bool()
         function = kwargs["mask_function"]
         causal: bool | None = function is masking_utils.causal_mask_function
-        if not causal and function is not masking_utils.bidirectional_mask_function:
+        if not causal and function is not all_see_all:
             if real is None:
                 return factory(**kwargs)
             causal = _is_causal(function, batch, length, kwargs.get("use_vmap", True))
@@ -56,3 +66,27 @@ def _is_causal(function: Callable, batch: int, length: int, one_by_one: bool) ->
     if bool(seen.all()):
         return False
     return True if bool((seen == (index[:, None] >= index)).all()) else None
+
+
+def padding_of(mask: object, batch: int, length: int) -> PaddingMask | None:
+    """The padding that a mask of (batch, 1, 1 or length, length) hides, if it hides the same from every token."""
+    if not _is_added(mask) or mask.shape not in ((batch, 1, 1, length), (batch, 1, length, length)):
+        return None
+    of_first = mask[:, :, :1]
+    hidden = of_first <= _HIDDEN
+    if not bool(((of_first == 0) | hidden).all()) or not bool((mask == of_first).all()):
+        return None
+    real = ~hidden[:, 0, 0] if bool(hidden.any()) else None
+    return PaddingMask(batch, length, real, False, lambda: mask)
+
+
+def hides_nothing(mask: object) -> bool:
+    """Whether a mask that is added to the scores is 0 everywhere."""
+    return _is_added(mask) and not bool(mask.any())
+
+
+def _is_added(mask: object) -> TypeGuard[Tensor]:
+    """Whether it can be looked at, and is a constant of four dimensions; one of booleans isn't added."""
+    if not isinstance(mask, Tensor) or type(mask) is not Tensor or mask.dim() != 4 or not mask.is_floating_point():
+        return False
+    return mask.is_cpu and not mask.requires_grad and transform_obstacle() is None

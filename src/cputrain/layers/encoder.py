@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from cputrain.layers import heads, padded_reads
 from cputrain.layers.activations import activation_kind
+from cputrain.layers.attention_mask import padding_of
 from cputrain.layers.patch import (
     Patches,
     global_hook_obstacle,
@@ -30,6 +31,10 @@ DROPPED = "padding dropped between embeddings and head"
 
 # Leaves that work on each token alone. (An empty ParameterDict is what LoRA leaves in a layer without embeddings.)
 _TOKEN_WISE = (nn.Linear, nn.LayerNorm, nn.Dropout, nn.Identity, nn.ParameterDict, nn.ModuleDict, nn.ModuleList)
+
+# How forwards begin; the second is DistilBERT's before transformers 5.
+_BEGINNINGS = (["hidden_states", "attention_mask"], ["x", "attn_mask"])
+_MOST_LAYERS = 1000
 
 
 class Verdicts:
@@ -71,7 +76,8 @@ def _dense_obstacle(
         return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for"
     if args or options.get("encoder_hidden_states") is not None or options.get("past_key_values") is not None:
         return "a cache or cross-attention is in use"
-    if getattr(getattr(encoder, "config", None), "chunk_size_feed_forward", 0):
+    asked = (getattr(encoder, "config", None), *parts_of(encoder))
+    if any(getattr(part, "chunk_size_feed_forward", 0) for part in asked):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
     reason = (
         padded_reads.obstacle(encoder, padding)
@@ -93,13 +99,16 @@ def ragged_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> Any:
     reason: str | None = None
-    if isinstance(attention_mask, PaddingMask):
-        if attention_mask.real is not None:
-            reason = _dense_obstacle(self, hidden_states, attention_mask, args, kwargs)
+    padding = attention_mask
+    if not isinstance(padding, PaddingMask):
+        padding = padding_of(attention_mask, *hidden_states.shape[:2])
+    if padding is not None:
+        if padding.real is not None:
+            reason = _dense_obstacle(self, hidden_states, padding, args, kwargs)
             if reason is None:
-                ragged = attention_mask.ragged
+                ragged = padding.ragged
                 out = stock(gather(hidden_states, ragged), ragged, **kwargs)
-                heads.note_encoded(attention_mask)
+                heads.note_encoded(padding)
                 return _with_dense_hidden(out, ragged)
     elif attention_mask is not None:
         reason = situation_obstacle() or "its mask is not a plain one of (batch, length)"
@@ -148,12 +157,18 @@ def _mask_of_probe() -> tuple[Tensor, PaddingMask]:
 
 
 def _padded(encoder: nn.Module, x: Tensor) -> Tensor:
-    return _first_tensor(type(encoder).forward(encoder, x, _mask_of_probe()[0]))  # type: ignore[operator]
+    return _first_tensor(_stock(encoder, x, _mask_of_probe()[0]))
 
 
 def _without(encoder: nn.Module, x: Tensor) -> Tensor:
     ragged = _mask_of_probe()[1].ragged
-    return scatter(_first_tensor(type(encoder).forward(encoder, gather(x, ragged), ragged)), ragged)  # type: ignore[operator]
+    return scatter(_first_tensor(_stock(encoder, gather(x, ragged), ragged)), ragged)
+
+
+def _stock(encoder: nn.Module, x: Tensor, mask: object) -> Any:
+    # DistilBERT before transformers 5 looks the mask of each layer's heads up in a list.
+    options = {"head_mask": [None] * _MOST_LAYERS} if parameter_names(type(encoder).forward)[0] == "x" else {}
+    return type(encoder).forward(encoder, x, mask, **options)  # type: ignore[operator]
 
 
 def _input_width(encoder: nn.Module) -> int:
@@ -165,7 +180,7 @@ def looks_like_encoder(module: nn.Module) -> bool:
     """Takes hidden states and a mask, holds the layers in a list; `take_over` asks whether it may go ragged."""
     if not any(isinstance(child, nn.ModuleList) for child in module.children()):
         return False
-    return parameter_names(type(module).forward)[:2] == ["hidden_states", "attention_mask"]
+    return parameter_names(type(module).forward)[:2] in _BEGINNINGS
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:

@@ -46,6 +46,8 @@ class Formula:
     build: Callable[[nn.Module], Callable[..., Tensor]]
     widths: tuple[int, ...]
     reads: frozenset[str]
+    # The module's method as a function of the inputs, where it takes more than these.
+    call: Callable[[nn.Module], Callable[..., Any]] | None = None
     # Changes attributes of the twin that the operator reads, so that both sides are seen to read them.
     vary: Callable[[nn.Module], None] | None = None
 
@@ -179,7 +181,7 @@ def remembering() -> Iterator[None]:
 
 def difference(module: nn.Module, formula: Formula) -> str | None:
     """Why `formula` can't stand for the module's method, or None if it can."""
-    key = (formula.method, formula.build.__qualname__, formula.widths, signature(module))
+    key = (formula.method, formula.build, formula.call, formula.widths, signature(module))
     known = _verdicts.get()
     if known is not None and key in known:
         return known[key]
@@ -211,7 +213,7 @@ def _ask(module: nn.Module, formula: Formula) -> str | None:
 def _compare(module: nn.Module, formula: Formula) -> str | None:
     with quietly():
         twin = twin_of(module)
-        stock = getattr(type(twin), formula.method).__get__(twin)
+        stock = formula.call(twin) if formula.call else getattr(type(twin), formula.method).__get__(twin)
         _vary_rates(twin)
         if formula.vary is not None:
             formula.vary(twin)

@@ -16,6 +16,7 @@ from cputrain.layers import (
     feed_forward,
     heads,
     leaves,
+    own_attention,
     padded_reads,
     residual,
     self_attention,
@@ -27,7 +28,7 @@ from cputrain.layers.probe import remembering
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
-_PIECES = (embeddings, self_attention, feed_forward, residual)
+_PIECES = (embeddings, self_attention, own_attention, feed_forward, residual)
 
 
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:
@@ -43,6 +44,11 @@ def take_over_pieces(model: nn.Module, patches: Patches) -> None:
     for name, module in model.named_modules():
         if not untouched(module) and not is_ours(module.__dict__.get("forward")):
             patches.leave(name, module, _why_touched(module))
+
+
+def replaces_attention(patches: Patches) -> bool:
+    """Whether self-attention outside transformers' registry was taken over."""
+    return any(entry.what == own_attention.WHAT for entry in patches.replaced)
 
 
 def _why_touched(module: nn.Module) -> str:

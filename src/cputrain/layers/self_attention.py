@@ -188,7 +188,7 @@ def formula(module: nn.Module) -> Formula | None:
     if not registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD:
         return None
     reads = _READS | {name for name, part in module.named_children() if part in _used_parts(module, triple)}
-    return Formula("forward", _build, (triple[0].in_features,), frozenset({*reads, *_RATES}), _vary)
+    return Formula("forward", _build, (triple[0].in_features,), frozenset({*reads, *_RATES}), vary=_vary)
 
 
 def _used_parts(module: nn.Module, triple: list[nn.Module]) -> list[nn.Module]:
