@@ -14,6 +14,7 @@ import transformers as hf
 import cputrain
 from cputrain.optimizers import clipping
 from tests.model_zoo import NAMES, tiny
+from tests.parity import releases
 from tests.parity.small import assert_close, batch, gradients_of, loss, pair, token_bert
 
 ATTENTION = "bert.encoder.layer.*.attention.self"
@@ -77,6 +78,7 @@ def test_copies_of_parts_are_restored_with_the_model():
     """Somebody makes a model deeper by copies of its layers, or takes its encoder into another."""
     model = cputrain.optimize(token_bert())
     model.bert.encoder.layer.append(copy.deepcopy(model.bert.encoder.layer[1]))
+    model.config.num_hidden_layers = 3  # which counts the masks of heads in transformers before 5
     base = copy.deepcopy(model.bert)
     gradients_of(model, loss)
     for restored in (cputrain.restore(model), cputrain.restore(base)):
@@ -138,10 +140,13 @@ def test_another_model_of_the_same_config_stays_stock():
     for model in (other, made_later):
         implementations = {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")}
         assert implementations == {"sdpa"}
-    assert "sdpa" not in {m.config._attn_implementation for m in ours.bert.modules() if hasattr(m, "config")}
+    implementations = {m.config._attn_implementation for m in ours.bert.modules() if hasattr(m, "config")}
+    assert ("sdpa" not in implementations) == releases.BERT_IS_REGISTERED
 
 
 def test_another_attention_implementation_chosen_later():
+    if not releases.BERT_IS_REGISTERED:
+        pytest.skip(f"transformers {hf.__version__} chooses BERT's attention when the model is made")
     stock, ours = pair(token_bert())
     for model in (stock, ours):
         model.set_attn_implementation("eager")

@@ -9,7 +9,9 @@ import torch
 
 import cputrain
 from tests.model_zoo import NAMES, TEXT_NAMES, alone, tiny
+from tests.parity import releases
 from tests.parity.gradients import assert_as_exact_as_stock, exact_and_stock, gradients, in_float64
+from tests.parity.small import assert_close, gradients_of, pair
 
 
 def _loss(batch):
@@ -47,6 +49,10 @@ def test_right_padding_dropped_equals_each_sequence_alone(name):
 @pytest.mark.parametrize("name", TEXT_NAMES)
 def test_padding_kept_equals_stock_padded(name, padding):
     model, batch = tiny(name, padding=padding)
+    if not releases.stock_is_exact_in_float64(name):
+        stock, ours = pair(model, padding="keep")
+        assert_close(gradients_of(ours, _loss(batch)), gradients_of(stock, _loss(batch)))
+        return
     exact, stock = exact_and_stock(model, _loss(batch), _loss(in_float64(batch)))
     ours = gradients(cputrain.optimize(copy.deepcopy(model), padding="keep"), _loss(batch))
     assert_as_exact_as_stock(ours, stock, exact)

@@ -8,6 +8,7 @@ import transformers as hf
 
 import cputrain
 from tests.model_zoo import tiny
+from tests.parity import releases
 from tests.parity.small import EMPTY_ROW, HOLES, LEFT, RIGHT, bert, ids, pair, what_runs
 
 MASKS = {"right": RIGHT, "left": LEFT, "holes": HOLES, "one row": RIGHT[1:2], "one column": torch.ones(3, 1).long()}
@@ -131,6 +132,7 @@ def test_padding_kept_gives_stocks_padded_numbers():
 def test_a_mask_of_four_dimensions_is_stocks():
     stock, ours = pair(bert())
     four = (RIGHT[:, None, None, :] * torch.ones(7, 7).tril()).bool()
+    four = four if releases.BERT_IS_REGISTERED else four[:, 0]  # of which transformers makes one of four
     expected, found = (m(ids(RIGHT), attention_mask=four).last_hidden_state for m in (stock, ours))
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     assert "plain" in what_runs(ours, "encoder")
@@ -143,6 +145,8 @@ def test_packed_position_ids():
     positions = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
     given = {"input_ids": torch.arange(4, 12)[None], "position_ids": positions, "use_cache": False}
     torch.testing.assert_close(ours(**given).logits, stock(**given).logits, rtol=1e-4, atol=1e-4)
+    if not releases.SEPARATES_PACKED:
+        return
     together = ours(**given).logits[0, 3:7]
     apart = ours(input_ids=torch.arange(7, 11)[None]).logits[0]
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-4)
@@ -189,8 +193,7 @@ def test_config_changed_after_optimize_is_heeded():
 @pytest.mark.parametrize("name", ["bert", "albert", "distilbert", "gpt2", "opt", "vit"])
 def test_output_attentions_with_eager_are_stocks(name):
     model, batch = tiny(name, padding="none" if name == "vit" else "right")
-    model.set_attn_implementation("eager")
-    stock, ours = pair(model)
+    stock, ours = pair(releases.in_eager(model))
     for _ in range(2):  # the second time transformers' recorders are already installed
         expected, found = (m(**batch, output_attentions=True).attentions for m in (stock, ours))
         assert len(found) == len(expected) > 0

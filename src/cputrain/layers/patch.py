@@ -268,7 +268,15 @@ def outputs_to_record(module: nn.Module) -> set[str]:
     config = getattr(module, "config", None)
     asked = {name for name in ("hidden_states", "attentions") if getattr(config, f"output_{name}", False)}
     collector = getattr(sys.modules.get("transformers.utils.output_capturing"), "_active_collector", None)
-    return asked if collector is None else asked | set(collector.get() or ())
+    return asked | _recorded_by_wrapper(module) if collector is None else asked | set(collector.get() or ())
+
+
+def _recorded_by_wrapper(module: nn.Module) -> set[str]:
+    """What transformers 4.5x records of this module: it wraps its forward for the time of one call."""
+    forward = module.__dict__.get("forward")
+    if getattr(forward, "__globals__", {}).get("__name__") != "transformers.utils.generic":
+        return set()
+    return {inspect.getclosurevars(forward).nonlocals["key"]}
 
 
 def parts_obstacle(parts: Iterable[nn.Module], kind: type) -> str | None:
