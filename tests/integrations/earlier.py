@@ -1,4 +1,9 @@
-"""Earlier releases of transformers and accelerate, installed beside .venv's for tests in processes of their own."""
+"""Earlier releases of transformers and accelerate, installed beside .venv's for tests in processes of their own.
+
+    .venv/bin/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
+
+runs python with the packages of that release.
+"""
 
 from __future__ import annotations
 
@@ -58,3 +63,16 @@ def run(release: str, *arguments: str, **environment: str) -> subprocess.Complet
     process = start(release, *arguments, env=environment, **pipes)
     stdout, stderr = process.communicate()
     return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def main(arguments: list[str]) -> int:
+    if not arguments or arguments[0] not in RELEASES:
+        found = repr(arguments[0]) if arguments else "nothing"
+        raise SystemExit(
+            f"the first argument is a release of transformers: one of {', '.join(RELEASES)}, found {found}."
+        )
+    return start(arguments[0], *arguments[1:]).wait()
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))

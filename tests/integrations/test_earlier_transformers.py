@@ -1,4 +1,4 @@
-"""The oldest transformers that is served, and one between: flags, training, checkpoints, `cputrain run`."""
+"""The oldest transformers that is served, and one between: flags, training, parity, checkpoints, `cputrain run`."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from tests.integrations.test_trainer import SIDES, assert_same_history, history,
 
 __all__ = ["keep_padding"]  # a fixture, for all tests here too
 OLDEST = "4.48"
+PARITY_SAMPLE = 120
+MOST_SKIPS = 7  # in the whole suite, on the oldest: six models that it doesn't have, and one thing that it can't do
 SUITES = ("test_flags.py", "test_trainer.py", "test_accelerator.py", "test_balance.py")
 SAVE = """
 import sys
@@ -98,6 +100,17 @@ def test_what_is_done_without_a_registry_of_masks(model: str, found: str, missin
     answer = earlier.run(OLDEST, "-c", EXPLAIN, model, CPUTRAIN_PADDING="")
     assert answer.returncode == 0, answer.stderr
     assert found in answer.stdout and missing not in answer.stdout
+
+
+@pytest.mark.parametrize("release", earlier.RELEASES)
+def test_a_part_of_the_parity_suite_passes(release: str) -> None:
+    """CPUTRAIN_TEST_SEED chooses it; `python -m tests.integrations.earlier 4.48 -m pytest tests/parity` runs it all."""
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/parity"]
+    answer = earlier.run(release, *command, CPUTRAIN_TEST_SAMPLE=str(PARITY_SAMPLE), CPUTRAIN_PADDING="")
+    assert answer.returncode == 0, answer.stdout[-5000:]
+    counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", answer.stdout)}
+    assert counts["passed"] + counts.get("skipped", 0) == PARITY_SAMPLE
+    assert counts.get("skipped", 0) <= MOST_SKIPS
 
 
 # --- Checkpoint folders ------------------------------------------------------------------------------------------
