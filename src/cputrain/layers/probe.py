@@ -100,7 +100,7 @@ class _FixedDropout(TorchFunctionMode):
             given = dict(zip(("input", "p", "training", "inplace"), args, strict=False)) | kwargs
             return dropped(given["input"], given.get("p", 0.5), given.get("training", True))
         if function is F.scaled_dot_product_attention:
-            names = ("query", "key", "value", "attn_mask", "dropout_p")
+            names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
             kwargs = dict(zip(names, args, strict=False)) | kwargs
             kwargs["dropout_p"] = note_attention_dropout(kwargs.get("dropout_p", 0.0))
             return function(**kwargs)
@@ -127,10 +127,12 @@ class DrawsRandomNumbers(Exception):
 def quietly(may_draw: bool = False) -> Iterator[None]:
     """Within it a twin can be run without a trace: gradients on, autocast off, and random numbers put back.
 
+    On one thread: on a busy machine, threads that wait for each other make small operators a hundred times slower.
     Raises DrawsRandomNumbers if any were drawn, unless the twin `may_draw` some.
     """
     token = probing.set(True)
-    before = _random_state()
+    before, threads = _random_state(), torch.get_num_threads()
+    torch.set_num_threads(1)
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
             yield
@@ -138,6 +140,7 @@ def quietly(may_draw: bool = False) -> Iterator[None]:
             raise DrawsRandomNumbers
     finally:
         probing.reset(token)
+        torch.set_num_threads(threads)
         _put_back(before)
 
 
