@@ -6,9 +6,11 @@ import copy
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 import cputrain
 from cputrain import product_speed
+from cputrain.layers.patch import ARITHMETIC
 from cputrain.ops import arithmetic
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
@@ -62,16 +64,22 @@ def test_every_product_of_a_layer_is_int16(monkeypatch, of_any_size, name, forwa
     assert len([left for left in calls if left.vectors > arithmetic.SAMPLE]) == 3 * forward_products
 
 
-def _spoil(layer):
-    """One huge feature that the feed-forward doesn't listen to: beside it int16 loses all others."""
+def _spoil(model):
+    """One huge feature that a feed-forward doesn't listen to: beside it int16 loses all others."""
+    if model.base_model_prefix == "albert":
+        layer = model.albert.encoder.albert_layer_groups[0].albert_layers[0]
+        norm, product = layer.attention.LayerNorm, layer.ffn
+    else:
+        layer = model.bert.encoder.layer[0]
+        norm, product = layer.attention.output.LayerNorm, layer.intermediate.dense
     with torch.no_grad():
-        layer.attention.output.LayerNorm.weight[3] = 1e7
-        layer.intermediate.dense.weight[:, 3] = 0
+        norm.weight[3] = 1e7
+        product.weight[:, 3] = 0
 
 
 def test_a_layer_that_int16_spoils_returns_to_fp32_after_its_first_forward(caplog):
     model, batch = tiny("bert")
-    _spoil(model.bert.encoder.layer[0])
+    _spoil(model)
     cputrain.optimize(model, dtype="int16")
     assert "return to fp32" not in caplog.text
     model(**batch)
@@ -79,6 +87,36 @@ def test_a_layer_that_int16_spoils_returns_to_fp32_after_its_first_forward(caplo
     rows = [row for row in cputrain.explain(model).modules if "products in fp32 again" in row[2]]
     assert [row[:2] for row in rows] == [("bert.encoder.layer.*", "BertLayer")]
     assert "in a sample of a forward product int16 was off by" in rows[0][2]
+
+
+@pytest.mark.parametrize(("name", "reentrant"), [("bert", True), ("bert", False), ("albert", False)])
+def test_checkpointed_training_goes_on_when_a_layer_is_spoiled(of_any_size, name, reentrant, monkeypatch):
+    """A checkpoint that isn't reentrant raises an error if the second forward keeps other tensors than the first."""
+    monkeypatch.setattr(arithmetic, "LOOK_EVERY", 4)
+    model, batch = tiny(name)
+    loss = _checkpointed(model.train(), batch, reentrant)
+    cputrain.optimize(model, dtype="int16")
+    layers = list(patched(model))
+    for step in range(8):
+        if step == 4:
+            assert not any(layer.trouble for layer in layers)
+            _spoil(model)
+        model.zero_grad()
+        loss().backward()
+    assert any(layer.trouble for layer in layers)
+    assert all(layer.returned == (layer.trouble is not None) for layer in layers)
+
+
+def _checkpointed(model, batch, reentrant):
+    if model.supports_gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        return lambda: model(**batch).loss
+    # ALBERT, which runs one layer several times.
+    return lambda: checkpoint(lambda: model(**batch).loss, use_reentrant=reentrant)
+
+
+def patched(model):
+    return (part.__dict__[ARITHMETIC] for part in model.modules() if ARITHMETIC in part.__dict__)
 
 
 def test_precision_is_switched_and_restored():

@@ -8,13 +8,15 @@ native_bf16   all that is kept is bf16, and so are the products' operands: for C
 
 An int16 product loses what is small beside the largest values of its block; nearly always that is far less than bf16
 loses everywhere. A layer where it is not (huge outliers that the other operand cancels) is found by a look at a sample
-of each product every so often, and computes in fp32 from its next forward on.
+of each product every so often (int16_sample.py), and returns to fp32. It does so between steps: a checkpoint computes a
+forward again in the backward, and raises an error if that keeps other tensors than the first time.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+import weakref
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Literal
@@ -23,7 +25,9 @@ import torch
 from torch import Tensor
 
 from cputrain import native
-from cputrain.ops import matmul, workspace
+from cputrain.ops import workspace
+from cputrain.ops.int16_sample import SAMPLE as SAMPLE
+from cputrain.ops.int16_sample import sampled_columns, sampled_error, sampled_rows
 from cputrain.ops.operands import address, rows_and_cols
 
 logger = logging.getLogger("cputrain")
@@ -36,10 +40,9 @@ Kept = tuple[Tensor, ...]
 
 _STORAGE = {"bf16": torch.bfloat16, "native_bf16": torch.bfloat16}
 
-# A look multiplies 16 vectors of each side: well under a millisecond, once in so many forwards of a layer.
-LOOK_EVERY, SAMPLE = 256, 16
-# bf16 has 8 significant bits: a result that is closer than half a unit of the last is as good, whatever bf16 would do.
-TOLERATED = 2.0**-9
+# A look multiplies a few vectors of each side: milliseconds, once in so many forwards of a layer. A prime number: of a
+# layer that runs 12 times in a model's forward, or has two operators, each has its turn.
+LOOK_EVERY = 251
 
 
 # Set while a module is only asked what it computes: in fp32, and what happens then is nobody's concern.
@@ -48,14 +51,19 @@ probing: ContextVar[bool] = ContextVar("cputrain_probing", default=False)
 
 @dataclass
 class Arithmetic:
-    """How one layer computes, and what was found when somebody looked."""
+    """How one layer computes, and what the looks at its products found."""
 
     kind: Kind = "fp32"
-    forwards: int = 0
-    trouble: str | None = None  # why its products returned to fp32
+    forwards: int = 0  # those inside a backward don't count
+    trouble: str | None = None  # why its products return to fp32 …
+    returned: bool = False  # … and whether they have
+    _gradients_due: bool = field(default=False, compare=False)  # a forward was looked at, its gradients were not
+    _backward_ran: bool = field(default=False, compare=False)  # since the last forward
+    # Calls whose backward hasn't run. The graph holds its calls: one that no graph was made for is gone at once.
+    _open: weakref.WeakSet[Call] = field(default_factory=weakref.WeakSet, compare=False, repr=False)
 
     def __deepcopy__(self, memo: dict) -> Arithmetic:
-        return Arithmetic(self.kind, self.forwards, self.trouble)
+        return Arithmetic(self.kind, self.forwards, self.trouble, self.returned)
 
     def __reduce__(self) -> tuple:
         return type(None), ()  # a pickled model is loaded as stock, even where cputrain isn't installed
@@ -69,21 +77,70 @@ class Arithmetic:
         """To be asked once in each forward; the backward belongs to the same call."""
         if probing.get():
             return Call("fp32")
-        looks = self.kind == "int16" and self.trouble is None and self.forwards % LOOK_EVERY == 0
+        if self.kind != "int16":
+            return Call(self.kind)
+        if torch._C._current_graph_task_id() != -1:
+            return self._begin_inside_a_backward()
+        if self.trouble and not self.returned:
+            self.returned = not any(map(self._may_be_computed_again, self._open))
+        looks = self.trouble is None and self.forwards % LOOK_EVERY == 0
+        self._gradients_due |= looks
+        # An evaluation may take a look and has no gradients: then the next forward that is trained on has its turn.
+        notes = looks or (self._gradients_due and self._backward_ran)
+        call = Call(self._kind_now(), self, looks, notes, self.forwards // LOOK_EVERY, _saved_tensors_have_hooks())
         self.forwards += 1
-        return Call("fp32" if self.trouble else self.kind, self if looks else None, self.forwards)
+        self._backward_ran = False
+        self._open.add(call)
+        return call
+
+    def _begin_inside_a_backward(self) -> Call:
+        """A checkpoint computes a forward again: in the kind of the first time, neither counted nor looked at.
+
+        After a reentrant checkpoint, it is this call that has the backward, so that it looks at the gradients.
+        """
+        look = max(self.forwards - 1, 0) // LOOK_EVERY
+        return Call(self._kind_now(), self, False, self._gradients_due, look)
+
+    def _kind_now(self) -> Kind:
+        return "fp32" if self.returned else "int16"
+
+    def _may_be_computed_again(self, call: Call) -> bool:
+        """Once a backward has run, calls without hooks count no more: perhaps nobody wants their gradients."""
+        return call.has_hooks or not self._backward_ran
+
+    def begin_backward(self, call: Call) -> bool:
+        """Whether that call is to look at its gradients: one of those that could."""
+        self._open.discard(call)
+        self._backward_ran = True
+        looks = call.notes and self._gradients_due and self.trouble is None
+        self._gradients_due &= not looks
+        return looks
+
+    def judge(self, what: str, error: float, bound: float) -> None:
+        if error > bound and self.trouble is None:
+            self.trouble = f"in a sample of {what} int16 was off by {error:.1e} of the result, bf16 by less"
+            logger.warning("a layer's products return to fp32: %s", self.trouble)
 
 
-@dataclass
+def _saved_tensors_have_hooks() -> bool:
+    """As inside a checkpoint that isn't reentrant: it keeps nothing, and computes it again."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
+
+
+@dataclass(eq=False)
 class Call:
     """One forward of a layer, and its backward."""
 
     kind: Kind
-    watched: Arithmetic | None = None
-    number: int = 0
-    # Columns of inputs of which only the packed form is kept, by where that lies: what a look at the weight's gradient
-    # needs. Copies of a few columns, now and then; not part of the graph.
-    _columns: dict[int, Tensor] = field(default_factory=dict)
+    arithmetic: Arithmetic | None = None
+    looks: bool = False  # at the products that come now: the forward's, then the gradients'
+    notes: bool = False  # what a look at its gradients would need
+    look: int = 0  # the number of the look, from which the places follow
+    has_hooks: bool = False
+    _in_backward: bool = False
+    # Columns of inputs of which only the packed form is kept: a look at the weight's gradient needs them. Copies of a
+    # few columns, now and then; not part of the graph. A backward uses inputs in the reverse order of their noting.
+    _columns: list[Tensor] = field(default_factory=list)
 
     @property
     def storage(self) -> torch.dtype:
@@ -105,32 +162,31 @@ class Call:
             _last.note(x_TI, kept, rounded=True)
         return kept if self.kind == "bf16" else kept[:1]
 
-    def note_columns(self, kept: Tensor, x_TI: Tensor) -> None:
-        if self.watched is not None:
-            self._columns[kept.data_ptr()] = x_TI[:, self._spread(x_TI.shape[1])].t().contiguous()
+    def begin_backward(self) -> None:
+        """To be called with every gradient of an output; the first is the beginning."""
+        if self.arithmetic is not None and not self._in_backward:
+            self._in_backward = True
+            self.looks = self.notes = self.arithmetic.begin_backward(self)
+
+    def note_columns(self, x_TI: Tensor) -> None:
+        if self.notes and x_TI.numel():
+            self._columns.append(sampled_columns(x_TI, self.look, "right"))
 
     def look_at_rows(self, what: str, x_TI: Tensor, w: Tensor, transposed: bool = False) -> None:
         """Samples the product of the rows of x with those of w (or with its columns)."""
-        if self.watched is not None and x_TI.numel() and w.numel():
-            right = w[:, self._spread(w.shape[1])].t() if transposed else w[self._spread(w.shape[0])]
-            self._look(what, x_TI[self._spread(x_TI.shape[0])], right)
+        if self.looks and x_TI.numel() and w.numel():
+            sampled = sampled_columns if transposed else sampled_rows
+            self._look(what, sampled_rows(x_TI, self.look, "left"), sampled(w, self.look, "right"))
 
-    def look_at_columns(self, what: str, dy_TO: Tensor, kept: Tensor) -> None:
-        columns = self._columns.get(kept.data_ptr())
-        if self.watched is not None and columns is not None and dy_TO.numel():
-            self._look(what, dy_TO[:, self._spread(dy_TO.shape[1])].t(), columns)
-
-    def _spread(self, count: int) -> Tensor:
-        """A few places in 0 … count - 1, far apart, others in another call; nobody's random numbers are used."""
-        return (torch.arange(min(SAMPLE, count)) * max(count // SAMPLE, 1) + self.number) % count
+    def look_at_columns(self, what: str, dy_TO: Tensor) -> None:
+        """Samples the product of the columns of dy with those of the input that was noted last."""
+        if self.looks and self._columns and dy_TO.numel():
+            self._look(what, sampled_columns(dy_TO, self.look, "left"), self._columns.pop())
 
     def _look(self, what: str, left: Tensor, right: Tensor) -> None:
+        assert self.arithmetic is not None
         with torch.no_grad(), torch.autocast("cpu", enabled=False):
-            error, bound = sampled_error(left.detach(), right.detach())
-        assert self.watched is not None
-        if error > bound and self.watched.trouble is None:
-            self.watched.trouble = f"in a sample of {what} int16 was off by {error:.1e} of the result, bf16 by less"
-            logger.warning("a layer's products return to fp32: %s", self.watched.trouble)
+            self.arithmetic.judge(what, *sampled_error(left.detach(), right.detach()))
 
 
 FP32 = Arithmetic()
@@ -190,15 +246,3 @@ def kept_as_float(kept: Kept) -> Tensor:
     out = workspace.floats("kept", *kept_TI.shape)
     native.kernels().read_bf16(*map(address, (kept_TI, factor_I, offset_I, out)), *rows_and_cols(kept_TI))
     return out
-
-
-def sampled_error(left: Tensor, right: Tensor) -> tuple[float, float]:
-    """(error of the int16 product of these vectors, the most that is tolerated), relative to the result's norm."""
-    exact = left.double() @ right.double().t()
-    size = exact.norm().item()
-    if not torch.finfo(torch.float32).tiny < size < float("inf"):
-        return 0.0, TOLERATED  # nothing that fp32 would not lose, or infinities that it has too
-    found = matmul.linear_forward(left.contiguous(), right.contiguous())
-    bf16 = left.bfloat16().double() @ right.bfloat16().double().t()
-    error, usual = ((y.double() - exact).norm().item() / size for y in (found, bf16))
-    return error, max(usual, TOLERATED)

@@ -46,7 +46,7 @@ def forward_product(
         call.look_at_rows("a forward product", x_TI, w_OI)
         if columns is None:
             return y, ()
-        call.note_columns(columns.memory, x_TI)
+        call.note_columns(x_TI)
         return y, (columns.memory,)
     if call.kind == "native_bf16":
         (x_in_bf16,) = call.keep(x_TI)
@@ -65,7 +65,7 @@ def activated_product(
         a_TM, kept_h = activation_forward(h_TM, bias_M, kind, call.storage, inplace=True)
         return forward_product(a_TM, w_OM, bias_O, call, keep=False, passing=passing)[0], kept_h
     y = matmul.product(matmul.pack_activated(h_TM, bias_M, kind), matmul.by_rows(w_OM, "right"), bias=bias_O)
-    if call.watched is not None:
+    if call.looks:
         call.look_at_rows("a forward product", activation_forward(h_TM, bias_M, kind)[0], w_OM)
     return y, h_TM
 
@@ -75,7 +75,7 @@ def kept_input(x_TI: Tensor, call: Call) -> Kept:
     if call.kind == "int16":
         _, columns = matmul.pack(x_TI, columns="right")
         assert columns is not None
-        call.note_columns(columns.memory, x_TI)
+        call.note_columns(x_TI)
         return (columns.memory,)
     return (x_TI.bfloat16() if call.kind == "native_bf16" else x_TI,)
 
@@ -85,6 +85,7 @@ class OutputGradient:
 
     def __init__(self, dy_TO: Tensor, call: Call, need_x: bool, need_w: bool, need_bias: bool = False) -> None:
         self.call = call
+        call.begin_backward()
         self.dy = dy_TO.bfloat16() if call.kind == "native_bf16" else dy_TO
         if call.kind != "int16":
             self.bias = dy_TO.sum(0) if need_bias else None
@@ -114,7 +115,7 @@ class OutputGradient:
         """dw_OI = dyᵀ x, from what `forward_product` or `kept_input` kept of x."""
         if self.call.kind == "int16":
             assert self.columns is not None
-            self.call.look_at_columns("a weight gradient", self.dy, kept[0])
+            self.call.look_at_columns("a weight gradient", self.dy)
             return matmul.product(self.columns, matmul.Operand(kept[0], in_features, self.columns.depth, "right"))
         if self.call.kind == "native_bf16":
             return self.dy.t().mm(kept[0]).float()

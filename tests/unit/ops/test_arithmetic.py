@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from cputrain.ops import arithmetic as module
+from cputrain.ops import int16_sample
 from cputrain.ops.arithmetic import Arithmetic, kept_as_float, rounded, sampled_error
 from cputrain.ops.layer_norm import layer_norm_forward
 from cputrain.ops.linear import linear
@@ -62,6 +63,80 @@ def test_spoiled_gradients_are_found_too(what, gradient_of):
     arithmetic = Arithmetic("int16")
     linear(x, w, None, arithmetic).backward(dy)
     assert what in str(arithmetic.trouble)
+
+
+WIDE = 1024  # of most models, the width is a multiple of the sample's size
+
+
+def _outlier(product, side):
+    """x, w and dy of which one vector of one product, at position 0, has a huge value that the other side ignores."""
+    # No value is near 0: where the outlier met one in another product, that product would be spoiled as well.
+    x, w, dy = (torch.randn(WIDE, WIDE).sign() * (torch.rand(WIDE, WIDE) + 0.5) for _ in range(3))
+    left, right = {"forward product": (x, w), "input gradient": (dy, w.t()), "weight gradient": (dy.t(), x.t())}[
+        product
+    ]
+    spoiled, other = (left, right) if side == "left" else (right, left)
+    spoiled[0, 5], other[:, 5] = 3e5, 0.0
+    return x, w, dy
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("product", ["forward product", "input gradient", "weight gradient"])
+def test_one_spoiled_vector_among_many_is_found_at_once(product, side):
+    x, w, dy = _outlier(product, side)
+    x.requires_grad_(product == "input gradient"), w.requires_grad_(product == "weight gradient")
+    arithmetic = Arithmetic("int16")
+    y = linear(x, w, None, arithmetic)
+    if y.requires_grad:
+        y.backward(dy)
+    assert product in str(arithmetic.trouble)
+
+
+def _hidden_among_outliers(place):
+    """Every row has a huge value; the weights ignore that of one row, which is not the largest."""
+    x, w = torch.randn(WIDE, 64), torch.randn(WIDE, 64)
+    x[:, 3], w[:, 4] = 6e5, 0.0
+    x[place, 3], x[place, 4] = 0.0, 3e5
+    return x, w
+
+
+@pytest.mark.parametrize("place", [0, 1, 500, WIDE - 1])
+def test_a_spoiled_vector_that_does_not_stand_out_is_found_in_time(place):
+    x, w = _hidden_among_outliers(place)
+    arithmetic = Arithmetic("int16")
+    for look in range(3 * WIDE // int16_sample.SPREAD):
+        arithmetic.forwards = look * module.LOOK_EVERY
+        linear(x, w, None, arithmetic)
+        if arithmetic.trouble:
+            return
+    raise AssertionError("not found")
+
+
+@pytest.mark.parametrize("count", [17, 300, 512, 768, 1024, 2048])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_every_place_has_its_look(count, side):
+    seen = [int16_sample._spread(count, look, side) for look in range(3 * count // int16_sample.SPREAD + 3)]
+    assert set(torch.cat(seen).tolist()) == set(range(count))
+    assert all(len(places.unique()) > int16_sample.SPREAD // 2 for places in seen)
+
+
+def test_a_vector_is_judged_by_itself():
+    """A row with huge results, which int16 computes well, doesn't hide that another is spoiled."""
+    x, w = torch.randn(20, 64), torch.randn(20, 64)
+    x[7] *= 1e9
+    w[:, 3], x[4, 3] = 0.0, 3e5
+    error, bound = sampled_error(x, w)
+    assert error > 0.1 > bound
+
+
+def test_what_no_format_can_compute_is_not_judged():
+    x, w = torch.randn(20, 64), torch.randn(20, 64)
+    x[3], x[4], x[5], x[6], x[7] = torch.nan, torch.inf, 0.0, 1e-40, 3e38
+    error, bound = sampled_error(x, w)
+    assert 1e-6 < error < bound
+    assert sampled_error(torch.zeros(4, 8), torch.zeros(4, 8))[0] == 0
+    places = int16_sample._outliers(x.fill_(torch.nan), 1)
+    assert len(places) == 2 * int16_sample.OUTLIERS
 
 
 def test_looks_only_now_and_then(monkeypatch):
