@@ -21,9 +21,6 @@ logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 _STORE_KEY = "cputrain/precision"
-# AVX512_BF16 alone multiplies bf16 no faster than VNNI multiplies int16, which is more exact, and on some CPUs slower
-# than fp32: int16 comes first there (docs/precision.md has the figures).
-_FAST_BF16 = {"amx_bf16", "bf16"}
 AUTO = "auto: "  # begins the reason of a choice that nobody made
 _told: set[str] = set()
 
@@ -58,9 +55,12 @@ def _bf16() -> Choice:
         return Choice("bf16", "native_bf16", "asked for: this CPU multiplies bf16 itself")
     lacks = "has no bf16"
     if hardware.has_bf16():
-        lacks = f"multiplies bf16 at only {product_speed.ratio('native_bf16'):.2f} × fp32's speed"
+        speed = product_speed.ratio("native_bf16")
+        how = f"at only {speed:.2f} × fp32's speed" if speed is not None else "at a speed that wasn't clear"
+        lacks = f"multiplies bf16 {how}"
     speed = product_speed.ratio("int16")
-    better = f"; dtype='int16' is more exact, and its products are {speed:.2f} × as fast" if speed > 1 else ""
+    clear = speed is not None and speed > 1
+    better = f"; dtype='int16' is more exact, and its products are {speed:.2f} × as fast" if clear else ""
     reason = f"asked for: {_cpu()} {lacks}, so activations are kept as bf16 and products run in fp32{better}"
     _say_once(f"bf16 was {reason}")
     return Choice("bf16", "bf16", reason)
@@ -91,16 +91,19 @@ def automatic(measured: bool = True) -> Choice:
         other = "and bf16, which would be less exact and no faster" if hardware.has_bf16() else "but no bf16"
         candidates.append(("int16", "int16", f"{_cpu()} has {has} {other}"))
     if hardware.has_bf16():
-        place = 0 if set(sets) & _FAST_BF16 else len(candidates)
+        # AVX512_BF16 alone multiplies bf16 no faster than VNNI multiplies int16, which is more exact, and on some CPUs
+        # slower than fp32: int16 comes first there (docs/precision.md has the figures).
+        place = 0 if set(sets) & product_speed.FAST_BF16 else len(candidates)
         candidates.insert(place, ("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
     for dtype, kind, why in candidates:
         if not measured:
             return Choice(dtype, kind, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
         speed = product_speed.ratio(kind)
-        if speed >= 1:
+        if product_speed.pays(kind):
             vetoed = f" ({', '.join(slow)})" if slow else ""
-            return Choice(dtype, kind, f"{AUTO}{why}; measured {speed:.2f} × fp32{vetoed}")
-        slow.append(f"{dtype} only {speed:.2f} × fp32")
+            found = f"measured {speed:.2f} × fp32" if speed is not None else "a measurement wasn't clear"
+            return Choice(dtype, kind, f"{AUTO}{why}; {found}{vetoed}")
+        slow.append(f"{dtype} only {speed:.2f} × fp32" if speed is not None else f"{dtype} not clearly")
     found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
     return Choice("fp32", "fp32", f"{AUTO}nothing is faster on {_cpu()}{found}")
 
