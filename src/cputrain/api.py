@@ -114,6 +114,11 @@ def is_optimized(model: nn.Module) -> bool:
     return model.__dict__.get(_RECORD) is not None
 
 
+def any_optimized() -> bool:
+    """Whether any model of this process is optimised now."""
+    return len(_clipping) > 0
+
+
 def why_stock(model: nn.Module) -> str | None:
     """Why an optimised model computes as stock does all the same; None if something of it was replaced."""
     patches: Patches = model.__dict__[_RECORD].patches

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from torch import nn
 
+from cputrain.layers.encoder import DROPPED
 from cputrain.layers.patch import STEPPED_ASIDE, Patches, arithmetic_of
 
 Row = tuple[str, str, str]
@@ -46,7 +47,8 @@ def explain_patches(patches: Patches) -> list[Row]:
         if entry.module in inside:
             continue
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
-        what = entry.what if aside is None else f"as stock in its last call: {aside}; else {entry.what}"
+        how = "padding kept" if entry.what == DROPPED else "as stock"
+        what = entry.what if aside is None else f"{how} in its last call: {aside}; else {entry.what}"
         trouble = arithmetic_of(entry.module).trouble
         what += f"; products in fp32 again: {trouble}" if trouble else ""
         row = (_pattern(entry.name), type(entry.module).__name__, what)

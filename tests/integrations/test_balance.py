@@ -151,6 +151,17 @@ def made_when_asked_for():
     return table
 
 
+def test_two_loaders_do_not_contradict_each_other(caplog) -> None:
+    caplog.set_level("INFO", "cputrain")
+    assert is_balanced(loader()) and not is_balanced(loader(SAMPLES[:10], shuffle=False), order_counts=True)
+    assert caplog.messages == [
+        "the data loader of 47 samples deals the samples of a global batch to the ranks by length "
+        "(--balance off: as stock)",
+        "the data loader of 10 samples deals samples to the ranks as stock does, not by length: "
+        "it doesn't shuffle, and may be one for evaluation, whose order counts",
+    ]
+
+
 @pytest.mark.parametrize(
     ("make", "options", "reason"),
     [

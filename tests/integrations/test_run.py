@@ -150,6 +150,73 @@ def test_a_misspelt_environment_is_refused_before_the_script_runs(folder: Path) 
     assert "CPUTRAIN_PADDING" in err
 
 
+OWN_LOOP = """
+import sys, torch
+model = torch.nn.Linear(3, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+{}
+for _ in range(2):
+    model(torch.ones(2, 3)).sum().backward()
+    {}.step()
+{}
+"""
+OPTIMISES = "import cputrain\nmodel, optimizer = cputrain.optimize(model, optimizer, dtype='fp32')"
+
+
+@pytest.mark.parametrize(
+    ("before", "steps", "end", "said"),
+    [
+        ("", "optimizer", "", True),
+        ("", "optimizer", "sys.exit(0)", True),
+        ("", "optimizer", "raise ValueError", False),
+        ("", "torch.profiler.profile()", "", False),  # no optimizer's
+        (OPTIMISES, "optimizer", "del model, optimizer", False),
+    ],
+)
+def test_a_loop_of_its_own_is_told_what_to_add(before: str, steps: str, end: str, said: bool, folder: Path) -> None:
+    script = OWN_LOOP.format(before, steps, end)
+    _, out, err = outcome([*RUN, "-c", script], folder)
+    lines = [line for line in err.splitlines() if "cputrain.optimize(" in line]
+    assert out == "" and len(lines) == said
+    if said:
+        assert lines == err.splitlines() and lines[0].startswith("cputrain: nothing was optimised")
+        assert "`import cputrain`" in lines[0] and OPTIMISES.splitlines()[1].replace(", dtype='fp32'", "") in lines[0]
+
+
+BAR = """
+import logging, sys, tqdm
+for step in tqdm.tqdm(range(3), mininterval=0):
+    if step == 1:
+        logging.getLogger("cputrain").warning("a layer returns")
+        logging.getLogger("cputrain").warning("cputrain stays out")
+"""
+
+
+def test_lines_have_one_prefix_and_stand_above_progress_bars(folder: Path) -> None:
+    written = subprocess.run([*RUN, "-c", BAR], cwd=folder, capture_output=True, check=True).stderr.decode()
+    shown = [_as_a_terminal_shows(line) for line in written.rstrip("\n").split("\n")]
+    assert shown[:2] == ["cputrain: a layer returns", "cputrain stays out"]
+    assert "3/3" in shown[2] and len(shown) == 3
+
+
+def _as_a_terminal_shows(line: str) -> str:
+    """What comes after a carriage return is written over what came before."""
+    shown = ""
+    for part in line.split("\r"):
+        shown = part + shown[len(part) :]
+    return shown.rstrip()
+
+
+def test_without_run_warnings_have_the_prefix_unless_the_script_logs(folder: Path) -> None:
+    code = "from cputrain.integrations import accelerate, notices; {}; notices.say_once('mind')"
+    for logs, expected in (
+        ("", "cputrain: mind\n"),
+        ("import logging; logging.basicConfig()", "WARNING:cputrain:mind\n"),
+    ):
+        said = outcome([*PYTHON, "-c", code.format(logs or "0")], folder)[2]
+        assert said.endswith(expected) and said.count("mind") == 1
+
+
 def test_help_names_every_option() -> None:
     answer = subprocess.run([*RUN, "--help"], capture_output=True, text=True, check=True)
     for option in ("--dtype", "--padding", "-m MODULE", "-c CODE"):

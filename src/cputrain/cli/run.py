@@ -73,6 +73,7 @@ def main(arguments: list[str]) -> NoReturn:
         notices.leave_to_rank_0()
     hook.activate()
     _as_python_would(_prepared(target), exchange)
+    _say_if_nothing_was_optimised()
     sys.exit(0)
 
 
@@ -158,6 +159,8 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
         run()
     except SystemExit as end:
         _tell_peers(exchange, end.code if isinstance(end.code, int) else int(bool(end.code)))
+        if not end.code:
+            _say_if_nothing_was_optimised()
         raise
     except notices.Refused as error:
         _tell_peers(exchange, 2)
@@ -172,6 +175,14 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
         sys.exit(1)
+
+
+def _say_if_nothing_was_optimised() -> None:
+    """Scripts with a training loop of their own need two lines more, unless a reason to stay as stock was given."""
+    own_loops = sys.modules.get("cputrain.integrations.own_loops")
+    advice = own_loops.advice() if own_loops is not None and _is_first() else None
+    if advice is not None and not notices.said_why_stock():
+        notices.say_once(advice)
 
 
 def _is_first() -> bool:

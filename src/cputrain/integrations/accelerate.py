@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from cputrain import hardware
 from cputrain.integrations import collectives, data_parallel, hook, settings
-from cputrain.integrations.notices import Refused, mention_once, say_once
+from cputrain.integrations.notices import Refused, mention_once, say_once, say_stock_once, show_where_nobody_logs
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
@@ -47,7 +47,7 @@ class Accelerator(stock.Accelerator):
             accelerator._is_trainers = True
             accelerator._decide(use_ipex)
         else:
-            say_once(f"{type(accelerator).__name__} isn't Accelerate's own class: the training runs as stock")
+            say_stock_once(f"{type(accelerator).__name__} isn't Accelerate's own class: the training runs as stock")
 
     def _decide(self, use_ipex: bool | None) -> None:
         self._why_stock = _why_stock(self, use_ipex)
@@ -145,11 +145,11 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
     except LibraryError as error:  # a broken installation, which the user must hear of
         raise Refused(str(error)) from None
     except ValueError as error:
-        say_once(f"{name} trains as stock: {error}")
+        say_stock_once(f"{name} trains as stock: {error}")
         return
     reason = api.why_stock(model)
     if reason is not None:
-        say_once(f"{name} trains as stock: {reason}")
+        say_stock_once(f"{name} trains as stock: {reason}")
     else:
         facts = [f"{what} {value}" for what, value, _ in api.explain(model).facts]
         mention_once(f"{name} is optimised: {', '.join(facts)}")
@@ -161,10 +161,11 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
 
 
 def _say_why_stock(accelerator: Accelerator) -> None:
-    say_once(f"cputrain stays out: {accelerator._why_stock}")
+    say_stock_once(f"cputrain stays out: {accelerator._why_stock}")
     emulated = accelerator.native_amp and accelerator.mixed_precision == "bf16" and accelerator.device.type == "cpu"
     if emulated and not hardware.has_bf16():
         say_once("this CPU has no bf16: stock PyTorch emulates it, many times slower than fp32")
 
 
+show_where_nobody_logs()
 hook.take_place(stock, Accelerator)

@@ -35,9 +35,16 @@ def balance(loader: Any, *, order_counts: bool, own_loss: bool) -> None:
     try:
         BalancedShard.take_over(_shard(loader, order_counts, own_loss), lengths_of(loader.dataset))
     except NotKnown as reason:
-        _say(f"samples go to the ranks as stock deals them, not by length: {reason}")
+        _say(f"{_named(loader)} deals samples to the ranks as stock does, not by length: {reason}")
     else:
-        _say("samples of a global batch go to the ranks by length (--balance off: as stock deals them)")
+        _say(f"{_named(loader)} deals the samples of a global batch to the ranks by length (--balance off: as stock)")
+
+
+def _named(loader: Any) -> str:
+    """A script may have several, of which one is dealt otherwise than another."""
+    if isinstance(loader.dataset, IterableDataset) or not hasattr(loader.dataset, "__len__"):
+        return f"the data loader of {type(loader.dataset).__name__}"
+    return f"the data loader of {len(loader.dataset)} samples"
 
 
 def _say(line: str) -> None:
@@ -49,7 +56,7 @@ def _say(line: str) -> None:
 def _shard(loader: Any, order_counts: bool, own_loss: bool) -> BatchSamplerShard:
     """What deals a loader's batches to the ranks, if another deal is as good."""
     if order_counts:
-        raise NotKnown("the data loader doesn't shuffle, and may be one for evaluation, whose order counts")
+        raise NotKnown("it doesn't shuffle, and may be one for evaluation, whose order counts")
     if own_loss:
         raise NotKnown("the script computes its own loss, which may be another mean than one over samples")
     if isinstance(loader.dataset, IterableDataset):

@@ -22,6 +22,7 @@ if TYPE_CHECKING:  # importlib.abc would cost more than all the rest of `cputrai
 _OURS = {
     "torch.distributed.distributed_c10d": "cputrain.integrations.process_groups",
     "torch.nn.parallel.distributed": "cputrain.integrations.data_parallel",
+    "torch.optim.optimizer": "cputrain.integrations.own_loops",
     "accelerate.accelerator": "cputrain.integrations.accelerate",
     "transformers.training_args": "cputrain.integrations.training_arguments",
     "transformers.trainer": "cputrain.integrations.trainer",

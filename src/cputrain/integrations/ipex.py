@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from cputrain import __version__, api
 from cputrain.integrations import settings
-from cputrain.integrations.notices import Refused, say_once
+from cputrain.integrations.notices import Refused, say_once, say_stock_once
 
 __all__ = ["__version__", "optimize"]
 
@@ -32,7 +32,7 @@ def optimize(
     if not inplace:
         model, optimizer = copy.deepcopy((model, optimizer))  # together: the optimizer's parameters are the model's
     if settings.is_off():
-        say_once("cputrain stays out: IPEX is off in the configuration, so ipex.optimize changes nothing")
+        say_stock_once("cputrain stays out: IPEX is off in the configuration, so ipex.optimize changes nothing")
         level = "O0"
     if level == "O0":
         return model if optimizer is None else (model, optimizer)

@@ -1,9 +1,15 @@
-"""What the integrations tell the user: a line said once, or a sentence that ends the run."""
+"""What the integrations tell the user: a line said once, or a sentence that ends the run.
+
+`cputrain run` shows the lines of the logger `cputrain` whatever the script does with logging. Without it, they go where
+the script's logging sends them; a script that set up none sees warnings, in the same form.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
+import sys
 
 logger = logging.getLogger("cputrain")
 
@@ -24,16 +30,58 @@ def mention_once(line: str) -> None:
     logger.info(line)
 
 
+_stays_stock: list[str] = []  # why
+
+
+def say_stock_once(why: str) -> None:
+    """What is not optimised, and why."""
+    _stays_stock.append(why)
+    say_once(why)
+
+
+def said_why_stock() -> bool:
+    return bool(_stays_stock)
+
+
 def show() -> None:
     """Shows lines on the terminal whatever the script does with logging; `cputrain run` asks for it."""
+    for handler in [handler for handler in logger.handlers if isinstance(handler, _Terminal)]:
+        logger.removeHandler(handler)
     if not logger.handlers:
-        handler = logging.StreamHandler()
-        handler.setFormatter(logging.Formatter("cputrain: %(message)s"))
-        logger.addHandler(handler)
+        logger.addHandler(_Terminal())
         logger.propagate = False
     logger.setLevel(logging.INFO)
+
+
+def show_where_nobody_logs() -> None:
+    """Gives warnings their prefix in a script that set up no logging; Python would print the bare sentences."""
+    if not logger.handlers:
+        handler = _Terminal()
+        handler.setLevel(logging.WARNING)
+        handler.addFilter(lambda _: not logging.getLogger().handlers)
+        logger.addHandler(handler)
 
 
 def leave_to_rank_0() -> None:
     """All ranks go the same way: one says how. What may differ, and matters, every rank still says."""
     logger.setLevel(logging.WARNING)
+
+
+class _Terminal(logging.StreamHandler):
+    """Lines on stderr, with one prefix, above progress bars rather than in them."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        line = super().format(record)
+        return line if line.startswith("cputrain ") else f"cputrain: {line}"
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with _bars_cleared(self.stream):
+            super().emit(record)
+
+
+def _bars_cleared(stream: object) -> contextlib.AbstractContextManager:
+    """tqdm's bars that end on this terminal are drawn again below the line."""
+    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
+    if not getattr(tqdm, "_instances", None):
+        return contextlib.nullcontext()
+    return tqdm.external_write_mode(file=stream)  # type: ignore[union-attr]

@@ -13,6 +13,7 @@ from cputrain.layers import heads, padded_reads
 from cputrain.layers.activations import activation_kind
 from cputrain.layers.attention_mask import padding_of
 from cputrain.layers.patch import (
+    KEEPS_PADDING,
     Patches,
     global_hook_obstacle,
     has_hook,
@@ -113,7 +114,7 @@ def ragged_forward(
     elif attention_mask is not None:
         reason = situation_obstacle() or "its mask is not a plain one of (batch, length)"
     if reason is not None:
-        step_aside(self, reason)
+        step_aside(self, reason, KEEPS_PADDING)
     heads.note_encoded(None)
     return stock(hidden_states, attention_mask, *args, **kwargs)
 

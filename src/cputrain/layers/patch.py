@@ -163,17 +163,22 @@ def is_ours(method: Any) -> bool:
     return isinstance(method, types.MethodType) and hasattr(method.__func__, "cputrain_replaces")
 
 
-def step_aside(module: nn.Module, reason: str) -> None:
+# What a module does in a call that it steps aside in: all of it runs stock's code, or only padding isn't dropped while
+# the parts inside are ours.
+AS_STOCK, KEEPS_PADDING = "runs as stock", "keeps its padding"
+
+
+def step_aside(module: nn.Module, reason: str, what: str = AS_STOCK) -> None:
     """Notes why stock's method runs in this call instead of the patched one; each reason is logged once."""
     if probing.get():
         return
     module.__dict__[STEPPED_ASIDE] = reason
-    _log_once(type(module).__name__, reason)
+    _log_once(type(module).__name__, what, reason)
 
 
 @functools.lru_cache(maxsize=1024)
-def _log_once(kind: str, reason: str) -> None:
-    logger.info("%s runs as stock: %s", kind, reason)
+def _log_once(kind: str, what: str, reason: str) -> None:
+    logger.info("%s %s in this call: %s", kind, what, reason)
 
 
 def situation_obstacle() -> str | None:

@@ -21,6 +21,7 @@ from cputrain.layers.attention import stock_reasons
 from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.encoder import DROPPED, Verdicts, parts_of, why_changed
 from cputrain.layers.patch import (
+    KEEPS_PADDING,
     Patches,
     global_hook_obstacle,
     has_hook,
@@ -137,7 +138,7 @@ def layer_forward(self: nn.Module, stock: Callable, hidden_states: Any, *args: A
         if not padding.kept_because:
             return _on_real_tokens(self, stock, hidden_states, args, kwargs, padding)
     elif isinstance(padding, Tensor) and (call := _call.get()) is not None:
-        step_aside(call.stack, "its mask is not a plain one of (batch, length)")
+        step_aside(call.stack, "its mask is not a plain one of (batch, length)", KEEPS_PADDING)
     return stock(computed(hidden_states), *args, **kwargs)
 
 
@@ -154,7 +155,7 @@ def _on_real_tokens(
     try:
         out = stock(rows, *args, **kwargs)
         if reasons := stock_reasons.get():
-            step_aside(layer, f"its attention, on padded rows: {reasons[0]}")
+            step_aside(layer, f"its attention, on padded rows: {reasons[0]}", "runs partly as stock")
     finally:
         stock_reasons.reset(token)
     first = out[0] if isinstance(out, tuple) else out
@@ -217,7 +218,7 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
         call.dropped = padding  # from the result at least
         reason = "" if len(padding.ragged.place) else "the batch is nothing but padding"
     if reason:
-        step_aside(call.stack, reason)
+        step_aside(call.stack, reason, KEEPS_PADDING)
     return reason
 
 
