@@ -74,10 +74,11 @@ def precision(script_asks_for_bf16: bool) -> str:
         choice = precision.choose(dtype)
     except ValueError as error:
         raise Refused(f"{DTYPE}={asked}: {error}") from None
+    why = choice.reason.removeprefix(precision.AUTO)
     if asked:
-        say_once(f"{choice.dtype} runs: {DTYPE}={asked} ({choice.reason})")
+        say_once(f"{choice.dtype} runs: {DTYPE}={asked} ({why})")
     elif script_asks_for_bf16:
-        say_once(f"the script asks for bf16, {choice.dtype} runs ({choice.reason})")
+        say_once(f"the script asks for bf16, {choice.dtype} runs ({why})")
     precision.note_told(choice)
     return dtype
 
