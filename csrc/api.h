@@ -6,7 +6,7 @@
 //
 // Conventions: matrices are row-major float; `rows`, `cols` are sizes, `…_stride` is in elements.
 // Pointers may be null where the comment says "or null". Kernels take no ownership, check nothing
-// (Python does) and use as many OpenMP threads as torch does.
+// (Python does), allocate nothing and use as many OpenMP threads as torch does.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +17,14 @@
 #define KERNEL(name) CPUTRAIN_JOIN(name, CPUTRAIN_ISA)
 #endif
 #define CPUTRAIN_EXPORT extern "C" __attribute__((visibility("default")))
+
+// Working memory, which the caller owns. Every kernel that takes it says in `needed` how much it
+// needs; if that is more than `bytes`, it has done nothing else, and is called again with more. How
+// much that is depends on the sizes and on the number of threads.
+struct Scratch {
+  void* data;
+  int64_t bytes, needed;
+};
 
 // y = x · keep / (1 - p); which elements are kept follows from (key, row, column) alone, so that
 // the same call with the gradient in place of x is the backward pass. x and y may be the same
@@ -37,7 +45,7 @@ CPUTRAIN_EXPORT void KERNEL(activation)(const float* h, const float* bias, float
 CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16,
                                                  const float* bias, float* grad_h, float* value,
                                                  float* grad_bias, int64_t rows, int64_t cols,
-                                                 int64_t kind);
+                                                 int64_t kind, Scratch* scratch);
 
 // bf16 of x + bias; bias or null.
 CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
@@ -68,7 +76,8 @@ CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const vo
                                                  const float* weight, const float* grad_sum,
                                                  float* grad_z, float* grad_y, float* grad_weight,
                                                  float* grad_beta, float* grad_bias, int64_t rows,
-                                                 int64_t cols, float p, uint64_t key);
+                                                 int64_t cols, float p, uint64_t key,
+                                                 Scratch* scratch);
 
 // Where in `ids` the first one outside 0 … limit - 1 is, or -1.
 CPUTRAIN_EXPORT void KERNEL(find_outside)(const int64_t* ids, int64_t count, int64_t limit,
@@ -89,7 +98,7 @@ CPUTRAIN_EXPORT void KERNEL(embed_backward)(const float* grad_out, const float* 
                                             const int64_t* type_ids, const float* mean,
                                             const float* rstd, const float* weight, float* grad_sum,
                                             float* grad_weight, float* grad_beta, int64_t rows,
-                                            int64_t cols, float p, uint64_t key);
+                                            int64_t cols, float p, uint64_t key, Scratch* scratch);
 
 // grad_table[ids[r]] += grad[r], in the order of the rows, but not where the id is `skipped` (-1:
 // none).
@@ -106,19 +115,20 @@ CPUTRAIN_EXPORT void KERNEL(adam)(int64_t count, const int64_t* sizes, float* co
                                   const float* const* grads, float* const* averages,
                                   float* const* squares, float* const* steps, double lr,
                                   double beta1, double beta2, double eps, double weight_decay,
-                                  int64_t decoupled);
+                                  int64_t decoupled, Scratch* scratch);
 // One step of SGD. `buffers` (the momentum) is null without momentum, and filled already otherwise.
 CPUTRAIN_EXPORT void KERNEL(sgd)(int64_t count, const int64_t* sizes, float* const* params,
                                  const float* const* grads, float* const* buffers, double lr,
                                  double momentum, double dampening, double weight_decay,
-                                 int64_t nesterov);
+                                 int64_t nesterov, Scratch* scratch);
 // The sum of the squares of all elements, in double and in an order that is fixed by the sizes
 // alone.
 CPUTRAIN_EXPORT void KERNEL(sum_of_squares)(int64_t count, const int64_t* sizes,
-                                            const float* const* grads, double* result);
+                                            const float* const* grads, double* result,
+                                            Scratch* scratch);
 // Every element times `factor`, in place.
 CPUTRAIN_EXPORT void KERNEL(scale)(int64_t count, const int64_t* sizes, float* const* grads,
-                                   float factor);
+                                   float factor, Scratch* scratch);
 
 // Attention over sequences that lie behind one another in the token dimension. (tokens, heads,
 // size) with the last dimension contiguous; ops/attention.py mirrors the structures.
@@ -151,9 +161,10 @@ struct AttentionGradients {
 
 // out = dropout(softmax(scale · q kᵀ + bias)) v within each sequence. Tokens of no sequence are not
 // touched.
-CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem);
+CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem, Scratch* scratch);
 CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
-                                                const AttentionGradients* gradients);
+                                                const AttentionGradients* gradients,
+                                                Scratch* scratch);
 
 // Matrix products in block-scaled 16-bit integers (kernels/matmul_*.h say how and how exact).
 // A packed operand is a set of `vectors` of length `depth`, in memory aligned to 64 bytes; its role
@@ -164,7 +175,8 @@ CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, 
 // columns as vectors into by_columns (either or null). column_sums (needs by_columns) or null.
 CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows,
                                         int64_t cols, void* by_rows, int64_t row_role,
-                                        void* by_columns, int64_t column_role, float* column_sums);
+                                        void* by_columns, int64_t column_role, float* column_sums,
+                                        Scratch* scratch);
 // Packs the rows of activation(h + bias), which is never written, for the left side. bias or null.
 CPUTRAIN_EXPORT void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kind,
                                                   int64_t stride, int64_t rows, int64_t cols,
@@ -182,7 +194,7 @@ struct Int16Operand {
 CPUTRAIN_EXPORT void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right,
                                            float* out, int64_t out_stride, int64_t rows,
                                            int64_t cols, int64_t depth, const float* bias,
-                                           int64_t accumulate);
+                                           int64_t accumulate, Scratch* scratch);
 // For tests and benchmarks: int16_product without AVX512_VNNI and AVX_VNNI, or with them although
 // the CPU doesn't say that it has them (virtual machines hide AVX_VNNI).
 enum Int16Vnni { kInt16VnniNever, kInt16VnniIfKnown, kInt16VnniAlways };

@@ -66,11 +66,14 @@ constexpr int64_t kFewActivations = 4096;  // a dozen cycles for a vector of the
 
 template <class H>
 void activation_backward(const float* grad, const H* h, const float* bias, float* grad_h,
-                         float* value, float* grad_bias, int64_t rows, int64_t cols, int64_t kind) {
+                         float* value, float* grad_bias, int64_t rows, int64_t cols, int64_t kind,
+                         Scratch* scratch) {
   const Pieces pieces(rows, cols, bias);
   const BackwardRow<H> backward = backward_of<H>(kind, bias, value);
   const RowChunks chunks(pieces.rows, bias ? 32 : 1);
-  const ColumnSums sums(chunks, 1, bias ? cols : 0);
+  Arena arena(scratch);
+  const ColumnSums sums(arena, chunks, 1, bias ? cols : 0);
+  if (!arena.enough()) return;
 #pragma omp parallel if (pieces.total > kFewActivations)
   {
 #pragma omp for schedule(static)
@@ -101,9 +104,11 @@ void KERNEL(activation)(const float* h, const float* bias, float* out, void* kep
 
 void KERNEL(activation_backward)(const float* grad, const void* h, int64_t bf16, const float* bias,
                                  float* grad_h, float* value, float* grad_bias, int64_t rows,
-                                 int64_t cols, int64_t kind) {
+                                 int64_t cols, int64_t kind, Scratch* scratch) {
   if (bf16)
-    activation_backward(grad, (const Bf16*)h, bias, grad_h, value, grad_bias, rows, cols, kind);
+    activation_backward(grad, (const Bf16*)h, bias, grad_h, value, grad_bias, rows, cols, kind,
+                        scratch);
   else
-    activation_backward(grad, (const float*)h, bias, grad_h, value, grad_bias, rows, cols, kind);
+    activation_backward(grad, (const float*)h, bias, grad_h, value, grad_bias, rows, cols, kind,
+                        scratch);
 }

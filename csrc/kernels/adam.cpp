@@ -87,7 +87,11 @@ inline void update_block(Pointers at, int64_t begin, int64_t end, AdamRates rate
 void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params,
                   const float* const* grads, float* const* averages, float* const* squares,
                   float* const* steps, double lr, double beta1, double beta2, double eps,
-                  double weight_decay, int64_t decoupled) {
+                  double weight_decay, int64_t decoupled, Scratch* scratch) {
+  Arena arena(scratch);
+  const Blocks blocks(arena, count, sizes);
+  AdamCorrections* const corrections = arena.take<AdamCorrections>(count);
+  if (!arena.enough()) return;
   // Without weight decay both kinds are one: the parameter is multiplied by 1.
   const AdamRates rates = {(float)weight_decay,
                            (float)(1 - lr * weight_decay),
@@ -96,8 +100,6 @@ void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params,
                            (float)(1 - beta2),
                            (float)eps,
                            decoupled || weight_decay == 0};
-  AdamCorrections* corrections =
-      static_cast<AdamCorrections*>(malloc(count * sizeof(AdamCorrections)));
   for (int64_t t = 0; t < count; t++) {
     *steps[t] += 1;
     corrections[t] = t > 0 && *steps[t] == *steps[t - 1]
@@ -107,10 +109,8 @@ void KERNEL(adam)(int64_t count, const int64_t* sizes, float* const* params,
   // The root of a flushed square is below 4e-18: with any usual eps it is lost in the denominator's
   // sum.
   const bool flush = eps >= 1e-10;
-  const Blocks blocks(count, sizes);
   for_each_block(blocks, [&](int64_t, int64_t t, int64_t begin, int64_t end) {
     const FlushDenormals mode(flush);
     update_block({params[t], grads[t], averages[t], squares[t]}, begin, end, rates, corrections[t]);
   });
-  free(corrections);
 }

@@ -41,8 +41,10 @@ inline int64_t longest(const AttentionProblem& problem) {
 }
 
 // Below about 10 µs of arithmetic, waking the other threads costs more than they save.
-inline bool worth_threads(const AttentionProblem& problem, int64_t max_length) {
-  return problem.sequences * problem.heads * max_length * max_length * problem.size > 1 << 17;
+inline int64_t team_size(const AttentionProblem& problem, int64_t max_length) {
+  const bool worth_threads =
+      problem.sequences * problem.heads * max_length * max_length * problem.size > 1 << 17;
+  return worth_threads ? omp_get_max_threads() : 1;
 }
 
 // T is float, or Bf16 for what the forward pass has kept so.

@@ -228,7 +228,8 @@ void attend_backward(const AttentionProblem& problem, const AttentionGradients& 
 
 }  // namespace
 
-void KERNEL(attention_backward)(const AttentionProblem* problem, const AttentionGradients* grads) {
+void KERNEL(attention_backward)(const AttentionProblem* problem, const AttentionGradients* grads,
+                                Scratch* scratch) {
   const int64_t max_length = longest(*problem), sequences = problem->sequences,
                 kv_heads = problem->kv_heads;
   const int64_t floats = workspace_floats(max_length, problem->size);
@@ -239,13 +240,16 @@ void KERNEL(attention_backward)(const AttentionProblem* problem, const Attention
   const int64_t serial_heads = bias.data && !bias.head_stride ? kv_heads : 1;
   const int64_t sequence_tasks = serial_sequences ? sequences / serial_sequences : 0;
   const int64_t head_tasks = kv_heads / serial_heads, pairs = sequence_tasks * head_tasks;
-  const int64_t threads = omp_get_max_threads();
+  const int64_t threads = team_size(*problem, max_length);
   const auto attend = problem->bf16 ? attend_backward<Bf16> : attend_backward<float>;
   const int64_t parts =
       bias.data || !pairs || pairs >= threads ? 1 : 2 * ((threads + pairs - 1) / pairs);
-#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
+  Arena arena(scratch);
+  const ThreadScratch memory(arena, threads, floats);
+  if (!arena.enough()) return;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t task = 0; task < pairs * parts; task++) {
-    const Workspace work = workspace(thread_scratch(floats), max_length, problem->size);
+    const Workspace work = workspace(memory.mine(), max_length, problem->size);
     const int64_t pair = task / parts;
     for (int64_t s = 0; s < serial_sequences; s++)
       for (int64_t h = 0; h < serial_heads; h++)

@@ -164,20 +164,23 @@ void attend(const AttentionProblem& problem, int64_t sequence, int64_t kv_head, 
 
 }  // namespace
 
-void KERNEL(attention_forward)(const AttentionProblem* problem) {
+void KERNEL(attention_forward)(const AttentionProblem* problem, Scratch* scratch) {
   const int64_t max_length = longest(*problem), pairs = problem->sequences * problem->kv_heads;
   const int64_t stride = spread_stride(problem->size);
   const int64_t floats = transposed_floats(max_length, problem->size) + max_length * stride +
                          2 * kQueryTile * stride + kQueryTile * kScoreStride;
   // With few sequences and heads their queries are dealt out too (each part lays out the keys
   // again): four tasks a thread even out. A row's result doesn't depend on its part.
-  const int64_t wanted = 4 * omp_get_max_threads(),
+  const int64_t threads = team_size(*problem, max_length), wanted = 4 * threads,
                 parts = pairs >= wanted || !pairs ? 1 : (wanted + pairs - 1) / pairs;
   const auto attend_part = problem->bf16 ? attend<Bf16> : attend<float>;
-#pragma omp parallel for schedule(dynamic, 1) if (worth_threads(*problem, max_length))
+  Arena arena(scratch);
+  const ThreadScratch memory(arena, threads, floats);
+  if (!arena.enough()) return;
+#pragma omp parallel for schedule(dynamic, 1) num_threads(threads)
   for (int64_t task = 0; task < pairs * parts; task++) {
     const int64_t pair = task / parts;
     attend_part(*problem, problem->order[pair / problem->kv_heads], pair % problem->kv_heads,
-                task % parts, parts, thread_scratch(floats), max_length);
+                task % parts, parts, memory.mine(), max_length);
   }
 }

@@ -5,10 +5,9 @@
 // an addition takes four cycles, so that one chain alone would wait) and the way to load and store.
 #pragma once
 
-#include <cstdlib>
-
 #include "bf16.h"
 #include "random.h"
+#include "scratch.h"
 
 namespace {
 
@@ -125,15 +124,12 @@ struct RowChunks {
 // `kinds` rows of sums for each chunk.
 class ColumnSums {
  public:
-  ColumnSums(const RowChunks& chunks, int kinds, int64_t cols)
-      : chunks_(chunks.count), kinds_(kinds), cols_(cols), stride_((cols + 15) / 16 * 16) {
-    // 64: a cache line, and the widest vector.
-    const size_t bytes = (size_t)(chunks_ * kinds_ * stride_) * sizeof(float);
-    data_ = (float*)aligned_alloc(64, bytes ? bytes : 64);
-    if (!data_) abort();
-  }
-  ~ColumnSums() { free(data_); }
-  ColumnSums(const ColumnSums&) = delete;
+  ColumnSums(Arena& arena, const RowChunks& chunks, int kinds, int64_t cols)
+      : chunks_(chunks.count),
+        kinds_(kinds),
+        cols_(cols),
+        stride_((cols + 15) / 16 * 16),  // whole cache lines, and whole vectors of any width
+        data_(arena.take<float>(chunks_ * kinds_ * stride_)) {}
 
   float* row(int64_t chunk, int kind) const { return data_ + (chunk * kinds_ + kind) * stride_; }
   // Sets the first `kinds` rows of a chunk to zero.
@@ -157,8 +153,8 @@ class ColumnSums {
   }
 
  private:
-  int64_t chunks_, kinds_, cols_, stride_;
-  float* data_;
+  const int64_t chunks_, kinds_, cols_, stride_;
+  float* const data_;
 };
 
 }  // namespace

@@ -92,11 +92,14 @@ void KERNEL(embed_backward)(const float* grad_out, const float* word, const int6
                             const float* position, const int64_t* position_ids, const float* type,
                             const int64_t* type_ids, const float* mean, const float* rstd,
                             const float* weight, float* grad_sum, float* grad_weight,
-                            float* grad_beta, int64_t rows, int64_t cols, float p, uint64_t key) {
+                            float* grad_beta, int64_t rows, int64_t cols, float p, uint64_t key,
+                            Scratch* scratch) {
   const Sources sources = {{word, word_ids}, {position, position_ids}, {type, type_ids}};
   const DropoutRate rate(p);
   const RowChunks chunks(rows);
-  const ColumnSums sums(chunks, 4, cols);
+  Arena arena(scratch);
+  const ColumnSums sums(arena, chunks, 4, cols);
+  if (!arena.enough()) return;
 #pragma omp parallel if (rows * cols > kFewElements)
   {
 #pragma omp for schedule(static)

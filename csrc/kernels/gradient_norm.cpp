@@ -48,20 +48,25 @@ void scale(float* x, int64_t size, float factor) {
 }  // namespace
 
 void KERNEL(sum_of_squares)(int64_t count, const int64_t* sizes, const float* const* grads,
-                            double* result) {
-  const Blocks blocks(count, sizes);
-  double* parts = static_cast<double*>(malloc(blocks.total() * sizeof(double)));
+                            double* result, Scratch* scratch) {
+  Arena arena(scratch);
+  const Blocks blocks(arena, count, sizes);
+  double* const parts = arena.take<double>(blocks.total);
+  if (!arena.enough()) return;
   for_each_block(blocks, [&](int64_t block, int64_t t, int64_t begin, int64_t end) {
     parts[block] = sum_of_squares(grads[t] + begin, end - begin);
   });
   double total = 0;  // in the order of the blocks, whoever computed them
-  for (int64_t block = 0; block < blocks.total(); block++) total += parts[block];
-  free(parts);
+  for (int64_t block = 0; block < blocks.total; block++) total += parts[block];
   *result = total;
 }
 
-void KERNEL(scale)(int64_t count, const int64_t* sizes, float* const* grads, float factor) {
-  for_each_block(Blocks(count, sizes), [&](int64_t, int64_t t, int64_t begin, int64_t end) {
+void KERNEL(scale)(int64_t count, const int64_t* sizes, float* const* grads, float factor,
+                   Scratch* scratch) {
+  Arena arena(scratch);
+  const Blocks blocks(arena, count, sizes);
+  if (!arena.enough()) return;
+  for_each_block(blocks, [&](int64_t, int64_t t, int64_t begin, int64_t end) {
     scale(grads[t] + begin, end - begin, factor);
   });
 }

@@ -2,7 +2,6 @@
 #include "layer_norm.h"
 
 #include "api.h"
-#include "scratch.h"
 
 namespace {
 
@@ -90,7 +89,7 @@ void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements)
   for (int64_t r = 0; r < rows; r++) {
     const int64_t at = r * cols;
-    float* const row = kept ? thread_scratch(cols) : z + at;
+    float* const row = kept ? out + at : z + at;  // the sum, which is then normalised
     const float total = join(y + at, bias, residual + at, row, cols, row_key(key, r), rate);
     const Moments m = moments(row, cols, total, eps, residual + at + cols);
     mean[r] = m.mean;
@@ -104,9 +103,12 @@ void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t b
                                  const float* mean, const float* rstd, const float* weight,
                                  const float* grad_sum, float* grad_z, float* grad_y,
                                  float* grad_weight, float* grad_beta, float* grad_bias,
-                                 int64_t rows, int64_t cols, float p, uint64_t key) {
+                                 int64_t rows, int64_t cols, float p, uint64_t key,
+                                 Scratch* scratch) {
   const RowChunks chunks(rows);
-  const ColumnSums sums(chunks, 4, cols);
+  Arena arena(scratch);
+  const ColumnSums sums(arena, chunks, 4, cols);
+  if (!arena.enough()) return;
   if (!weight && rows > 0) {
     float* ones = sums.row(0, 3);
     for (int64_t c = 0; c < cols; c++) ones[c] = 1.f;

@@ -294,16 +294,19 @@ constexpr int64_t kBlocksHeld = 2;
 
 class Runs {
  public:
-  Runs(int64_t parts, int64_t passes, int64_t threads)
+  Runs(Arena& arena, int64_t parts, int64_t passes, int64_t threads)
       : parts_(parts), passes_(passes), count_(threads < kMostRuns ? threads : kMostRuns) {
-    for (int64_t r = 0; r < count_; r++) runs_[r].next = 0;
     if (passes == 1) return;
-    passed_ = (int32_t*)calloc(parts + passes, sizeof *passed_);
-    if (!passed_) abort();
+    passed_ = arena.take<int32_t>(parts + passes);
     ended_ = passed_ + parts;
   }
-  ~Runs() { free(passed_); }
   Runs(const Runs&) = delete;
+
+  // Once there is memory: no run has begun.
+  void start() {
+    for (int64_t r = 0; r < count_; r++) runs_[r].next = 0;
+    if (passed_) memset(passed_, 0, (parts_ + passes_) * sizeof *passed_);
+  }
 
   struct Turn {
     int64_t part, pass;
@@ -364,9 +367,11 @@ void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role, in
 
 void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows, int64_t cols,
                         void* by_rows, int64_t row_role, void* by_columns, int64_t column_role,
-                        float* column_sums) {
-  const Packing packing(x, bf16, stride, rows, cols, by_rows, row_role, by_columns, column_role,
-                        column_sums);
+                        float* column_sums, Scratch* scratch) {
+  Arena arena(scratch);
+  const Packing packing(arena, x, bf16, stride, rows, cols, by_rows, row_role, by_columns,
+                        column_role, column_sums);
+  if (!arena.enough()) return;
 #pragma omp parallel for schedule(dynamic) if (rows * cols > kElementsForThreads)
   for (int64_t task = 0; task < packing.tasks(); task++) packing.run(task);
   packing.total_sums();
@@ -383,8 +388,10 @@ void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kin
 
 void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, float* out,
                            int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
-                           const float* bias, int64_t accumulate) {
-  LazyOperand left_operand(*left, rows, depth, kLeft), right_operand(*right, cols, depth, kRight);
+                           const float* bias, int64_t accumulate, Scratch* scratch) {
+  Arena arena(scratch);
+  LazyOperand left_operand(arena, *left, rows, depth, kLeft);
+  LazyOperand right_operand(arena, *right, cols, depth, kRight);
   const int64_t blocks = left_operand.layout.blocks;
   const bool by_blocks = left_operand.packs_by_columns() && right_operand.packs_by_columns();
   if (by_blocks) left_operand.hold(kBlocksHeld), right_operand.hold(kBlocksHeld);
@@ -402,7 +409,9 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   const int64_t threads = parallel ? omp_get_max_threads() : 1;
   const Parts parts(product, threads);
   const int64_t passes = by_blocks ? blocks : 1, blocks_of_pass = by_blocks ? 1 : blocks;
-  Runs runs(parts.count(), passes, threads);
+  Runs runs(arena, parts.count(), passes, threads);
+  if (!arena.enough()) return;
+  left_operand.start(), right_operand.start(), runs.start();
 #pragma omp parallel if (parallel)
   {
     const Share thread = {omp_get_thread_num(), omp_get_num_threads()};

@@ -25,18 +25,18 @@ struct Rows {
 
 class LazyOperand {
  public:
-  LazyOperand(const Int16Operand& o, int64_t vectors, int64_t depth, int64_t role)
+  LazyOperand(Arena& arena, const Int16Operand& o, int64_t vectors, int64_t depth, int64_t role)
       : layout(vectors, depth, role),
         packed(o.packed),
         by_columns_(o.by_columns),
-        packing_(o.source, o.bf16, o.stride, o.by_columns ? depth : vectors,
+        packing_(arena, o.source, o.bf16, o.stride, o.by_columns ? depth : vectors,
                  o.by_columns ? vectors : depth, o.by_columns ? nullptr : o.packed, role,
-                 o.by_columns ? o.packed : nullptr, role, o.sums) {
-    states_ = (uint8_t*)calloc(packing_.tasks() + 1, 1);
-    if (!states_) abort();
-  }
-  ~LazyOperand() { free(states_); }
+                 o.by_columns ? o.packed : nullptr, role, o.sums),
+        states_(arena.take<uint8_t>(packing_.tasks())) {}
   LazyOperand(const LazyOperand&) = delete;
+
+  // Once there is memory: nothing is packed yet.
+  void start() { memset(states_, kNot, packing_.tasks()); }
 
   // When this returns, the vectors first … last - 1 are packed in this block. By columns, threads
   // pack these first, because what a thread packs itself lies in its own cache, and then help with
@@ -108,7 +108,7 @@ class LazyOperand {
 
   const bool by_columns_;
   Packing packing_;
-  uint8_t* states_;  // of the packing's tasks
+  uint8_t* const states_;  // of the packing's tasks
 };
 
 }  // namespace

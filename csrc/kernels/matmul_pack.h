@@ -1,8 +1,6 @@
 // Packs a matrix, of float or bf16, for int16 products: by its rows, by its columns, or both.
 #pragma once
 
-#include <cstdlib>
-
 #include "activation.h"
 #include "bf16.h"
 #include "matmul_layout.h"
@@ -339,10 +337,11 @@ struct Packing {
   float* column_sums;          // or null
   PackedLayout row_layout, column_layout;
   int64_t row_tasks, column_tasks;  // for each block of rows
-  float* block_sums;
+  float* block_sums;                // or null
 
-  Packing(const void* x, bool bf16, int64_t stride, int64_t rows, int64_t cols, void* by_rows,
-          int64_t row_role, void* by_columns, int64_t column_role, float* column_sums)
+  Packing(Arena& arena, const void* x, bool bf16, int64_t stride, int64_t rows, int64_t cols,
+          void* by_rows, int64_t row_role, void* by_columns, int64_t column_role,
+          float* column_sums)
       : x(x),
         bf16(bf16),
         stride(stride),
@@ -355,11 +354,9 @@ struct Packing {
         column_layout(cols, rows, column_role) {
     row_tasks = by_rows ? column_layout.block / kTaskRows : 0;
     column_tasks = by_columns ? (cols + kTaskColumns - 1) / kTaskColumns : 0;
-    const int64_t bytes = column_layout.blocks * column_tasks * kTaskColumns * sizeof(float);
-    block_sums = column_sums ? (float*)aligned_alloc(64, bytes ? bytes : 64) : nullptr;
-    if (column_sums && !block_sums) abort();
+    const int64_t sums = column_layout.blocks * column_tasks * kTaskColumns;
+    block_sums = column_sums ? arena.take<float>(sums) : nullptr;
   }
-  ~Packing() { free(block_sums); }
   Packing(const Packing&) = delete;
 
   // Block of rows by block of rows, so that what one task reads by rows is still in the shared

@@ -5,8 +5,8 @@
 #pragma once
 
 #include <cstdint>
-#include <cstdlib>
 
+#include "scratch.h"
 #include "simd.h"
 
 namespace {
@@ -15,19 +15,23 @@ namespace {
 // waits long for another at the end of the pass.
 constexpr int64_t kBlock = 16384;
 
-// Which block is whose: tensor t has the blocks first[t] … first[t + 1] - 1.
+// Which block is whose: tensor t has the blocks first[t] … first[t + 1] - 1, once they are
+// numbered.
 struct Blocks {
-  const int64_t* sizes;
-  int64_t count;
-  int64_t* first;
+  const int64_t* const sizes;
+  const int64_t count;
+  int64_t* const first;
+  int64_t total = 0;
 
-  Blocks(int64_t tensors, const int64_t* tensor_sizes) : sizes(tensor_sizes), count(tensors) {
-    first = static_cast<int64_t*>(malloc((count + 1) * sizeof(int64_t)));
-    first[0] = 0;
-    for (int64_t t = 0; t < count; t++) first[t + 1] = first[t] + (sizes[t] + kBlock - 1) / kBlock;
+  Blocks(Arena& arena, int64_t tensors, const int64_t* tensor_sizes)
+      : sizes(tensor_sizes), count(tensors), first(arena.take<int64_t>(tensors + 1)) {
+    for (int64_t t = 0; t < count; t++) total += blocks_of(t);
   }
-  ~Blocks() { free(first); }
-  int64_t total() const { return first[count]; }
+  void number() const {
+    first[0] = 0;
+    for (int64_t t = 0; t < count; t++) first[t + 1] = first[t] + blocks_of(t);
+  }
+  int64_t blocks_of(int64_t tensor) const { return (sizes[tensor] + kBlock - 1) / kBlock; }
   int64_t tensor_of(int64_t block) const {
     int64_t low = 0, high = count;  // first[low] <= block < first[high]
     while (high - low > 1) {
@@ -41,7 +45,8 @@ struct Blocks {
 // visit(block, tensor, begin, end) for every block.
 template <class Visit>
 void for_each_block(const Blocks& blocks, Visit visit) {
-  const int64_t total = blocks.total();
+  const int64_t total = blocks.total;
+  blocks.number();
 #pragma omp parallel for schedule(static) if (total > 1)
   for (int64_t block = 0; block < total; block++) {
     const int64_t tensor = blocks.tensor_of(block);

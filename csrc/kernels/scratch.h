@@ -1,54 +1,61 @@
-// Working memory that a thread keeps from call to call: fresh pages would have to be faulted in
-// each time.
+// A kernel's working memory, which the caller owns. Kernels allocate nothing: when memory ends, the
+// caller's allocation fails, which Python reports as an error, and no kernel has to give up half
+// way.
 #pragma once
 
-#include <pthread.h>
+#include <omp.h>
 
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
+#include <cstring>
+
+#include "api.h"
 
 namespace {
 
-struct Scratch {
-  int64_t capacity;
-  float* data;
+// Cuts the caller's memory into arrays. A kernel first takes all arrays that it needs and asks
+// whether there was `enough`; if not, it returns, and the caller calls again with more.
+class Arena {
+ public:
+  explicit Arena(Scratch* scratch)
+      : scratch_(scratch), begin_(aligned((uintptr_t)scratch->data)), next_(begin_) {}
+  Arena(const Arena&) = delete;
+
+  // Aligned to a cache line; holds anything until the kernel has written it.
+  template <class T>
+  T* take(int64_t count) {
+    T* const array = (T*)next_;
+    next_ = aligned(next_ + count * sizeof(T));
+    return array;
+  }
+
+  bool enough() {
+    scratch_->needed = (int64_t)(next_ - begin_) + kCacheLine;
+    return scratch_->needed <= scratch_->bytes;
+  }
+
+ private:
+  static constexpr int64_t kCacheLine = 64;
+  static uintptr_t aligned(uintptr_t address) {
+    return (address + kCacheLine - 1) / kCacheLine * kCacheLine;
+  }
+  Scratch* scratch_;
+  const uintptr_t begin_;
+  uintptr_t next_;
 };
 
-inline void release_scratch(void* memory) {
-  free(static_cast<Scratch*>(memory)->data);
-  free(memory);
-}
+// As many floats for each thread of a team, which must not have more threads than this says.
+class ThreadScratch {
+ public:
+  ThreadScratch(Arena& arena, int64_t threads, int64_t floats)
+      : stride_((floats + kPageFloats - 1) / kPageFloats * kPageFloats),
+        data_(arena.take<float>(threads * stride_)) {}
 
-// A pthread key rather than an array indexed by OpenMP's thread number: two Python threads have
-// each a thread 0. Its destructor returns the memory when the thread pool shrinks.
-inline pthread_key_t scratch_key() {
-  static pthread_key_t key;
-  static pthread_once_t once = PTHREAD_ONCE_INIT;
-  pthread_once(&once, [] { pthread_key_create(&key, release_scratch); });
-  return key;
-}
+  float* mine() const { return data_ + omp_get_thread_num() * stride_; }
 
-// At least `count` floats of the calling thread's own, aligned to a cache line; whatever was last
-// written.
-inline float* thread_scratch(int64_t count) {
-  const pthread_key_t key = scratch_key();
-  Scratch* mine = static_cast<Scratch*>(pthread_getspecific(key));
-  if (!mine) {
-    mine = static_cast<Scratch*>(calloc(1, sizeof(Scratch)));
-    pthread_setspecific(key, mine);
-  }
-  if (mine->capacity < count) {
-    free(mine->data);
-    mine->capacity = (count + 15) / 16 * 16;
-    mine->data = static_cast<float*>(aligned_alloc(64, mine->capacity * sizeof(float)));
-    if (!mine->data) {
-      fprintf(stderr, "cputrain: no memory for %lld bytes of scratch\n",
-              (long long)mine->capacity * 4);
-      abort();
-    }
-  }
-  return mine->data;
-}
+ private:
+  static constexpr int64_t kPageFloats = 1024;  // a page lies at the node of its thread alone
+  const int64_t stride_;
+  float* const data_;
+};
 
 }  // namespace

@@ -43,10 +43,12 @@ void update_block(float* param, const float* grad, float* buffer, int64_t size, 
 
 void KERNEL(sgd)(int64_t count, const int64_t* sizes, float* const* params,
                  const float* const* grads, float* const* buffers, double lr, double momentum,
-                 double dampening, double weight_decay, int64_t nesterov) {
+                 double dampening, double weight_decay, int64_t nesterov, Scratch* scratch) {
   const SgdRates rates = {(float)-lr,          (float)momentum,   (float)(1 - dampening),
                           (float)weight_decay, weight_decay != 0, nesterov != 0};
-  const Blocks blocks(count, sizes);
+  Arena arena(scratch);
+  const Blocks blocks(arena, count, sizes);
+  if (!arena.enough()) return;
   for_each_block(blocks, [&](int64_t, int64_t t, int64_t begin, int64_t end) {
     const FlushDenormals mode(true);
     if (buffers)

@@ -1,18 +1,21 @@
 """Finds and loads the native library and binds the kernels of one instruction set.
 
 The library is plain C (see csrc/api.h) and resolves its OpenMP symbols to the runtime that torch loaded, so torch is
-imported first. `kernels()` is the one function table; every operator calls through it.
+imported first. `kernels()` is the one function table; every operator calls through it. Kernels allocate nothing: the
+table gives each its working memory, which torch allocates, and which this thread keeps for the next call.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
+from collections.abc import Callable
 from functools import cache, lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 
-import torch  # noqa: F401  (brings the OpenMP runtime that the library's symbols resolve to)
+import torch  # also brings the OpenMP runtime that the library's symbols resolve to
 
 from cputrain import __version__, hardware
 
@@ -26,19 +29,19 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
     ctypes.c_double,
 )
 
-# One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double. Mirrors csrc/api.h; a test
-# compares them.
+# One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double, s working memory, which comes
+# last and which callers don't give. Mirrors csrc/api.h; a test compares them.
 SIGNATURES = {
     "activation": "pppp" + "iii",
-    "activation_backward": "ppipppp" + "iii",
+    "activation_backward": "ppipppp" + "iii" + "s",
     "round_to_bf16": "ppp" + "ii",
     "read_bf16": "pppp" + "ii",
-    "attention_forward": "p",
-    "attention_backward": "pp",
-    "adam": "ipppppp" + "ddddd" + "i",
-    "sgd": "ippppddddi",
-    "sum_of_squares": "ippp",
-    "scale": "ippf",
+    "attention_forward": "ps",
+    "attention_backward": "pps",
+    "adam": "ipppppp" + "ddddd" + "is",
+    "sgd": "ippppddddis",
+    "sum_of_squares": "ippps",
+    "scale": "ippfs",
     "ccl_collective": "pppi",
     "ccl_leave": "p",
     "ccl_readable": "pip",
@@ -49,23 +52,79 @@ SIGNATURES = {
     "ccl_send": "pipipi",
     "dropout": "ppiifk",
     "int16_packed_bytes": "iiip",
-    "int16_pack": "piiii" + "pipi" + "p",
+    "int16_pack": "piiii" + "pipi" + "ps",
     "int16_pack_activated": "ppi" + "iii" + "p",
-    "int16_product": "pppi" + "iii" + "pi",
+    "int16_product": "pppi" + "iii" + "pis",
     "int16_use_vnni": "i",
     "embed": "ppppppppppp" + "iiffk",
-    "embed_backward": "ppppppppppppp" + "iifk",
+    "embed_backward": "ppppppppppppp" + "iifks",
     "embedding_grad": "ppp" + "iii",
     "find_outside": "piip",
     "layer_norm": "ppppppp" + "iif",
-    "layer_norm_backward": "ppippppppppp" + "iifk",
+    "layer_norm_backward": "ppippppppppp" + "iifks",
     "post_norm": "pppppppppp" + "iiffk",
 }
-_TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE}
+_TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE, "s": _POINTER}
+
+# Working memory above this is given back after the call. What attention needs for 1,500 tokens is below it; for longer
+# sequences the arithmetic, which grows with their square, takes a hundred times longer than new pages do.
+MOST_KEPT_PER_THREAD = 4 << 20
 
 
 class LibraryError(ValueError):
     """The native library is missing, can't be loaded or is of another version."""
+
+
+class _Scratch(ctypes.Structure):
+    """Scratch of csrc/api.h."""
+
+    _fields_ = [("data", ctypes.c_void_p), ("bytes", ctypes.c_int64), ("needed", ctypes.c_int64)]
+
+
+class _WorkingMemory(threading.local):
+    """What this thread's kernels work in; an OpenMP team uses the memory of the thread that started it."""
+
+    def __init__(self) -> None:
+        self.scratch = _Scratch()
+        self.address = ctypes.addressof(self.scratch)
+        self.memory: torch.Tensor | None = None
+
+    def allocate(self, size: int) -> None:
+        self.release()  # first, so that both never exist together
+        self.memory = torch.empty(size, dtype=torch.uint8)
+        self.scratch.data, self.scratch.bytes = self.memory.data_ptr(), size
+
+    def release(self) -> None:
+        self.memory = None
+        self.scratch.data, self.scratch.bytes = None, 0
+
+
+_working_memory = _WorkingMemory()
+
+
+def release_working_memory() -> None:
+    """Gives up what this thread keeps for its next kernels."""
+    _working_memory.release()
+
+
+def _with_working_memory(function: Callable) -> Callable:
+    """`function` without its last argument. A kernel that says that it needs more has done nothing, and runs again."""
+
+    def run(*args: object) -> None:
+        mine = _working_memory
+        scratch = mine.scratch
+        function(*args, mine.address)
+        if scratch.needed <= scratch.bytes:
+            return
+        mine.allocate(scratch.needed)
+        function(*args, mine.address)
+        fits = scratch.needed <= scratch.bytes
+        if scratch.bytes > MOST_KEPT_PER_THREAD * torch.get_num_threads():
+            mine.release()
+        if not fits:
+            raise RuntimeError("the number of threads changed during a call of a kernel; call it again.")
+
+    return run
 
 
 @lru_cache(maxsize=1)
@@ -103,7 +162,7 @@ def kernels_of(isa: str) -> SimpleNamespace:
             )
         function.argtypes = [_TYPES[letter] for letter in letters]
         function.restype = None
-        setattr(table, name, function)
+        setattr(table, name, _with_working_memory(function) if letters.endswith("s") else function)
     return table
 
 

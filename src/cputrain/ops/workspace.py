@@ -12,12 +12,15 @@ import threading
 import torch
 from torch import Tensor
 
+from cputrain import native
+
 _buffers = threading.local()
 
 
 def clear() -> None:
-    """Gives this thread's buffers up."""
+    """Gives this thread's buffers up, and what its kernels worked in."""
     _buffers.__dict__.clear()
+    native.release_working_memory()
 
 
 def spread_rows(name: str, count: int, width: int) -> Tensor:
