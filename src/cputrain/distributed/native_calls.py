@@ -61,6 +61,7 @@ DTYPES = (
 )
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _FLOATS, _COMPLEX = {9, 10, 11, 12}, {13, 14}
+MOST_RANKS = 1024  # as in csrc/collectives/reduction.h
 BYTES = 255  # any dtype: moved, not computed with
 
 
@@ -143,6 +144,18 @@ def segment_bytes(ranks: int) -> int:
 
 def reduce_tensors(out: torch.Tensor, sources: Sequence[torch.Tensor], reduction: int, divisor: int) -> None:
     """out = element-wise reduction of the sources (a mean: their sum / divisor), in one process."""
+    if len(sources) > MOST_RANKS:
+        raise ValueError(f"ccl reduces at most {MOST_RANKS} tensors at once, found {len(sources)}.")
+    for tensor in (out, *sources):
+        if (
+            tensor.dtype is not out.dtype
+            or tensor.numel() != out.numel()
+            or not (tensor.is_contiguous() and tensor.is_cpu)
+        ):
+            raise ValueError(
+                f"ccl reduces contiguous tensors on the CPU of one dtype and size, here {out.dtype} of {out.numel()} "
+                f"elements, found {tensor.dtype} on {tensor.device} of shape {tuple(tensor.shape)}."
+            )
     known = ctypes.c_int64()
     native.kernels().ccl_reduce(
         dtype_number(out.dtype, reduction),
@@ -202,6 +215,8 @@ class SharedMemory:
     """One rank's side of the memory that a group's ranks on this machine share. One collective at a time."""
 
     def __init__(self, address: int, rank: int, ranks: int, pidfds: Sequence[int], spin: int) -> None:
+        if not 0 <= rank < ranks <= MOST_RANKS:
+            raise ValueError(f"ccl has ranks 0 … {MOST_RANKS - 1} on a machine, found rank {rank} of {ranks}.")
         self._pidfds = (ctypes.c_int32 * len(pidfds))(*pidfds)
         self._interruption = _Interruption()
         self.rank, self.ranks = rank, ranks

@@ -150,8 +150,14 @@ def _obstacle(module: nn.Module) -> str | None:
         or parts_obstacle(norms, nn.LayerNorm)
         or parts_obstacle(dropouts, nn.Dropout)
         or global_hook_obstacle()
-        or tensor_obstacle(*(part.weight for part in (*tables, *norms)))
+        or tensor_obstacle(*(part.weight for part in (*tables, *norms)), *(norm.bias for norm in norms))
+        or _size_obstacle(tables, norms)
     )
+
+
+def _size_obstacle(tables: list[nn.Module], norms: list[nn.Module]) -> str | None:
+    parameters = [*(table.weight for table in tables), *(p for norm in norms for p in (norm.weight, norm.bias))]
+    return "tables and norm differ in size" if len({p.shape[-1] for p in parameters if p is not None}) > 1 else None
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:

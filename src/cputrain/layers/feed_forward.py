@@ -18,11 +18,11 @@ from cputrain.layers.patch import (
     Patches,
     arithmetic_of,
     global_hook_obstacle,
+    linear_obstacle,
     module_obstacle,
     parameter_names,
     parts_obstacle,
     step_aside,
-    tensor_obstacle,
 )
 from cputrain.layers.probe import Formula, difference, dropped
 from cputrain.ops.activation import bias_activation
@@ -43,7 +43,7 @@ def _intermediate_obstacle(module: nn.Module, x: Tensor) -> str | None:
         module_obstacle(module.dense, nn.Linear)
         or _activation_obstacle(module.intermediate_act_fn)
         or global_hook_obstacle()
-        or tensor_obstacle(x, module.dense.weight)
+        or linear_obstacle(x, module.dense)
     )
 
 
@@ -154,7 +154,7 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
             or module_obstacle(activation)
             or (dropout and module_obstacle(dropout))
             or global_hook_obstacle()
-            or tensor_obstacle(hidden_states, up.weight, down.weight)
+            or linear_obstacle(hidden_states, up, down)
         )
     if reason is not None:
         step_aside(self, reason)

@@ -7,12 +7,12 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cputrain.layers.activations import activation_kind, known_kind
-from cputrain.layers.patch import Patches, arithmetic_of, step_aside, tensor_obstacle, untouched
-from cputrain.stand_in import computed
+from cputrain.layers.patch import Patches, arithmetic_of, bias_size_obstacle, step_aside, tensor_obstacle, untouched
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.layer_norm import layer_norm
 from cputrain.ops.linear import flat, linear
+from cputrain.stand_in import computed
 
 # Below this many elements a stock call is over before ours has checked its arguments.
 WORTHWHILE = 16384
@@ -72,7 +72,7 @@ def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) ->
     small = out_features < FEWEST_FEATURES or input.numel() * out_features < WORTHWHILE_PRODUCT
     if arithmetic.kind == "fp32" or small or input.shape[-1] != in_features:
         return stock(input)
-    reason = tensor_obstacle(input, module.weight, module.bias)
+    reason = tensor_obstacle(input, module.weight, module.bias) or bias_size_obstacle(module.bias, out_features)
     if reason is not None:
         step_aside(module, reason)
         return stock(input)

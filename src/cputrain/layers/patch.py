@@ -215,6 +215,17 @@ def tensor_obstacle(*tensors: Tensor | None) -> str | None:
     return situation_obstacle()
 
 
+def linear_obstacle(x: Tensor, *linears: nn.Linear) -> str | None:
+    """Why the kernels can't take x and these layers' parameters now; stock may promote or broadcast an odd bias."""
+    parameters = (parameter for linear in linears for parameter in (linear.weight, linear.bias))
+    sizes = (bias_size_obstacle(linear.bias, linear.weight.shape[0]) for linear in linears)
+    return next((reason for reason in sizes if reason), None) or tensor_obstacle(x, *parameters)
+
+
+def bias_size_obstacle(bias: Tensor | None, out_features: int) -> str | None:
+    return None if bias is None or bias.shape == (out_features,) else f"a bias of shape {tuple(bias.shape)}"
+
+
 def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
     """Why `module` must be called rather than bypassed, or None: it must be exactly of a known class and untouched."""
     if kinds and type(module) not in kinds:

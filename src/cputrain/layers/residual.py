@@ -35,7 +35,7 @@ def ending_obstacle(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> st
         or module_obstacle(dropout, nn.Dropout)
         or module_obstacle(norm, nn.LayerNorm)
         or global_hook_obstacle()
-        or tensor_obstacle(dense.weight, norm.weight)
+        or tensor_obstacle(dense.weight, dense.bias, norm.weight, norm.bias)
     )
     if reason is not None:
         return reason

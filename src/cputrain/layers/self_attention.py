@@ -16,11 +16,11 @@ from cputrain.layers.patch import (
     Patches,
     arithmetic_of,
     global_hook_obstacle,
+    linear_obstacle,
     outputs_to_record,
     parameter_names,
     parts_obstacle,
     step_aside,
-    tensor_obstacle,
 )
 from cputrain.layers.probe import Formula, dropped, note_attention_dropout
 from cputrain.layers.residual import dropout_rate, ending_obstacle
@@ -79,7 +79,7 @@ def _obstacle(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]
         parts_obstacle(triple, nn.Linear)
         or registry.asked_for(options)
         or global_hook_obstacle()
-        or tensor_obstacle(x, *(part.weight for part in triple))
+        or linear_obstacle(x, *triple)  # type: ignore[arg-type]
     )
     if reason is None and not _alike(triple):
         return "query, key and value differ in shape or bias"

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
+from cputrain.ops.operands import address, contiguous, is_bf16, kept_dtype, require, rows_and_cols
 
 # Each kind's number in csrc/kernels/activation.h, and the stock function.
 KINDS = {"identity": 0, "relu": 1, "silu": 2, "gelu": 3, "gelu_tanh": 4}
@@ -26,8 +26,14 @@ def activation_forward(
     """activation(h + bias), and h as it is to be kept (`inplace` then lets the activation take its place)."""
     kept = h if storage is torch.float32 else torch.empty_like(h, dtype=storage)
     out = h if inplace and kept is not h else torch.empty_like(h)
-    kept_address = None if kept is h else address(kept)
-    native.kernels().activation(address(h), address(bias), address(out), kept_address, *rows_and_cols(h), KINDS[kind])
+    (bias,), (rows, cols) = contiguous(bias), rows_and_cols(h)
+    native.kernels().activation(
+        address("activation: h", h, rows * cols),
+        address("activation: bias", bias, cols),
+        address("activation: out", out, rows * cols),
+        None if kept is h else address("activation: kept", kept, rows * cols, storage),
+        *(rows, cols, KINDS[kind]),
+    )
     return out, kept
 
 
@@ -44,14 +50,17 @@ def activation_backward(
     h is as it was kept.
     """
     grad_h = grad_a if inplace else torch.empty_like(grad_a)
+    (bias,), (rows, cols) = contiguous(bias), rows_and_cols(h)
     grad_bias = None if bias is None else torch.empty_like(bias)
     native.kernels().activation_backward(
-        address(grad_a),
-        address(h),
+        address("activation: gradient", grad_a, rows * cols),
+        address("activation: h", h, rows * cols, kept_dtype(h)),
         is_bf16(h),
-        *map(address, (bias, grad_h, value, grad_bias)),
-        *rows_and_cols(h),
-        KINDS[kind],
+        address("activation: bias", bias, cols),
+        address("activation: gradient of h", grad_h, rows * cols),
+        address("activation: value", value, rows * cols),
+        address("activation: gradient of bias", grad_bias, cols),
+        *(rows, cols, KINDS[kind]),
     )
     return grad_h, grad_bias
 
@@ -77,8 +86,8 @@ def bias_activation(h: Tensor, bias: Tensor | None, kind: str, storage: torch.dt
     """activation(h + bias) for a kind of KINDS; h is kept for the backward as `storage`."""
     if kind not in KINDS:
         raise ValueError(f"bias_activation: kind is {kind!r}; choose one of {', '.join(KINDS)}.")
-    require_float32("bias_activation", h=h, bias=bias)
-    require_size("bias_activation", tuple(h.shape[-1:]), bias=bias)
+    require("bias_activation", h.shape, h=h)
+    require("bias_activation", h.shape[-1:], bias=bias)
     return _BiasActivation.apply(h, bias, kind, storage)
 
 

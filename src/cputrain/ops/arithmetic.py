@@ -234,7 +234,13 @@ def affine_of(weight_I: Tensor | None, bias_I: Tensor | None, features: int) -> 
 def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:
     """bf16 of x + bias, in one pass."""
     out = torch.empty_like(x_TO, dtype=torch.bfloat16)
-    native.kernels().round_to_bf16(address(x_TO), address(bias_O), address(out), *rows_and_cols(x_TO))
+    rows, cols = rows_and_cols(x_TO)
+    native.kernels().round_to_bf16(
+        address("rounded: x", x_TO, rows * cols),
+        address("rounded: bias", bias_O, cols),
+        address("rounded: out", out, rows * cols, torch.bfloat16),
+        *(rows, cols),
+    )
     return out
 
 
@@ -244,5 +250,12 @@ def kept_as_float(kept: Kept) -> Tensor:
         return kept[0]
     kept_TI, (factor_I, offset_I) = kept
     out = workspace.floats("kept", *kept_TI.shape)
-    native.kernels().read_bf16(*map(address, (kept_TI, factor_I, offset_I, out)), *rows_and_cols(kept_TI))
+    rows, cols = rows_and_cols(kept_TI)
+    native.kernels().read_bf16(
+        address("what was kept", kept_TI, rows * cols, torch.bfloat16),
+        address("its factor", factor_I, cols),
+        address("its offset", offset_I, cols),
+        address("its place in the workspace", out, rows * cols),
+        *(rows, cols),
+    )
     return out

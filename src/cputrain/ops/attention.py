@@ -17,6 +17,7 @@ from torch import Tensor
 from cputrain import native
 from cputrain.ops.dropout import draw_key, factors
 from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.operands import address, kept_dtype, rows_of
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
@@ -181,7 +182,10 @@ def attention_backward(
         for grad in into:
             grad.zero_()
     problem = _problem(q, k, v, out, lse, settings, bias)
-    grads = _Gradients(*(_head_tensor(x) for x in (grad_out, *into)), _bias_tensor(dbias))
+    names = ("gradient", "gradient of q", "gradient of k", "gradient of v")
+    shapes = (q.shape, q.shape, k.shape, k.shape)
+    tensors = (_head_tensor(*part) for part in zip(names, (grad_out, *into), shapes, strict=True))
+    grads = _Gradients(*tensors, _bias_tensor("gradient of the bias", dbias, settings.sequences, q.shape[1]))
     native.kernels().attention_backward(ctypes.addressof(problem), ctypes.addressof(grads))
 
 
@@ -220,6 +224,8 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
 
 def four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
     """The bias as (sequences or 1, heads or 1, queries, keys); autograd brings its gradient back to its shape."""
+    if bias.dtype != torch.float32 or not bias.is_cpu:
+        raise ValueError(f"attention's bias must be float32 on the CPU, found {bias.dtype} on {bias.device}")
     four = bias[(None,) * (4 - bias.dim())]
     count, length = len(sequences.lengths), sequences.longest
     if (
@@ -279,23 +285,37 @@ def _problem(
     bias: Tensor | None,
 ) -> _Problem:
     sequences, (_, heads, size) = settings.sequences, q.shape
+    total, count, kv_heads, dtype = sequences.total, len(sequences.lengths), k.shape[1], kept_dtype(q)
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"attention: {kv_heads} heads of keys and values don't divide {heads} heads of queries")
+    orders = (("starts", sequences.starts), ("lengths", sequences.lengths), ("order", sequences.order))
     return _Problem(
-        *(_head_tensor(x) for x in (q, k, v, out)),
-        lse.data_ptr(),
-        _bias_tensor(bias),
-        *(x.data_ptr() for x in (sequences.starts, sequences.lengths, sequences.order)),
-        *(len(sequences.lengths), sequences.total, heads, k.shape[1], size),
+        _head_tensor("q", q, (total, heads, size), dtype),
+        _head_tensor("k", k, (total, kv_heads, size), dtype),
+        _head_tensor("v", v, (total, kv_heads, size), dtype),
+        _head_tensor("out", out, (total, heads, size)),
+        address("attention: log-sum-exp", lse, heads * total),
+        _bias_tensor("bias", bias, sequences, heads),
+        *(address(f"attention: the sequences' {name}", x, count, torch.int64) for name, x in orders),
+        *(count, total, heads, kv_heads, size),
         *(settings.causal, q.dtype == torch.bfloat16, settings.scale, settings.p, settings.key),
     )
 
 
-def _head_tensor(x: Tensor) -> _HeadTensor:
-    assert x.stride(2) == 1, "the kernels read and write rows"
-    return _HeadTensor(x.data_ptr(), x.stride(0), x.stride(1))
+def _head_tensor(
+    name: str, x: Tensor, shape: tuple[int, int, int] | torch.Size, dtype: torch.dtype = torch.float32
+) -> _HeadTensor:
+    return _HeadTensor(*rows_of(f"attention: {name}", x, shape, dtype))
 
 
-def _bias_tensor(bias: Tensor | None) -> _BiasTensor:
+def _bias_tensor(name: str, bias: Tensor | None, sequences: Sequences, heads: int) -> _BiasTensor:
+    """Of what `_four_dimensions` has made, or of its gradient; queries and keys beyond the longest aren't read."""
     if bias is None:
         return _BiasTensor(None, 0, 0, 0)
-    sequence, head = (bias.stride(i) if bias.shape[i] > 1 else 0 for i in (0, 1))
-    return _BiasTensor(bias.data_ptr(), sequence, head, bias.stride(2))
+    count, head_count, queries, keys = bias.shape
+    if count not in (1, len(sequences.lengths)) or head_count not in (1, heads):
+        raise ValueError(f"attention: {name} is for {count} sequences and {head_count} heads")
+    if min(queries, keys) < sequences.longest:
+        raise ValueError(f"attention: {name} is for {queries} queries and {keys} keys, not {sequences.longest}")
+    data, sequence_stride, head_stride, row_stride = rows_of(f"attention: {name}", bias, bias.shape)
+    return _BiasTensor(data, sequence_stride if count > 1 else 0, head_stride if head_count > 1 else 0, row_stride)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.operands import address, require, rows_and_cols
 
 
 def draw_key() -> int:
@@ -19,6 +20,7 @@ def draw_key() -> int:
 
 def dropout(x: Tensor, p: float) -> Tensor:
     """`torch.nn.functional.dropout(x, p)` in training; rows are those of the last dimension."""
+    require("dropout", x.shape, x=x)
     return _Dropout.apply(x, p, draw_key())
 
 
@@ -61,9 +63,9 @@ def _row_keys(key: int, rows: int) -> tuple[Tensor, Tensor]:
 def _run(x: Tensor, p: float, key: int) -> Tensor:
     x = x.contiguous()
     y = torch.empty_like(x)
-    cols = x.shape[-1] if x.dim() else 1
-    rows = x.numel() // max(cols, 1)
-    native.kernels().dropout(x.data_ptr(), y.data_ptr(), rows, cols, p, key)
+    rows, cols = rows_and_cols(x)
+    where = address("dropout: x", x, rows * cols), address("dropout: y", y, rows * cols)
+    native.kernels().dropout(*where, rows, cols, p, key)
     return y
 
 

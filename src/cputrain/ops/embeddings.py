@@ -15,7 +15,7 @@ from cputrain import native
 from cputrain.ops import layer_norm
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, contiguous, require_float32, require_size
+from cputrain.ops.operands import address, contiguous, require
 
 # Which row of each table gets no gradient: word, position, token type.
 PaddingRows = tuple[int | None, int | None, int | None]
@@ -24,15 +24,25 @@ PaddingRows = tuple[int | None, int | None, int | None]
 def embedding_grad(grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: int | None) -> Tensor:
     """The gradient of a table of `num_rows` rows, of which row ids[i] got grad_rows[i]; for plain nn.Embedding, too."""
     grad_rows = grad_rows.reshape(-1, grad_rows.shape[-1]).contiguous()
+    rows, cols = grad_rows.shape
     ids = _flat_ids(ids)
-    grad = grad_rows.new_zeros(num_rows, grad_rows.shape[-1])
+    _check_ids("ids", ids, rows, num_rows)  # again: whoever shares their memory may have written to it since
+    grad = grad_rows.new_zeros(num_rows, cols)
     native.kernels().embedding_grad(
-        *map(address, (grad_rows, ids, grad)), *grad_rows.shape, _row_number(padding_idx, num_rows)
+        address("embedding_grad: rows", grad_rows, rows * cols),
+        address("embedding_grad: ids", ids, rows, torch.int64),
+        address("embedding_grad: table", grad, num_rows * cols),
+        *(rows, cols, _row_number(padding_idx, num_rows)),
     )
     return grad
 
 
 def _flat_ids(ids: Tensor) -> Tensor:
+    if ids.dtype not in (torch.int64, torch.int32):  # in stock's words
+        raise RuntimeError(
+            "Expected tensor for argument #1 'indices' to have one of the following scalar types: Long, Int; "
+            f"but got {ids.type()} instead (while checking arguments for embedding)"
+        )
     return ids.reshape(-1).to(torch.int64).contiguous()
 
 
@@ -43,15 +53,28 @@ def _row_number(padding_idx: int | None, num_rows: int) -> int:
     return padding_idx if padding_idx >= 0 else num_rows + padding_idx
 
 
-def _check_ids(name: str, ids: Tensor, rows: int, table: Tensor) -> None:
-    require_size("embed", (rows,), **{name: ids})
-    place = ctypes.c_int64()
-    native.kernels().find_outside(address(ids), rows, table.shape[0], ctypes.addressof(place))
+def _check_ids(name: str, ids: Tensor, rows: int, table_rows: int) -> None:
+    place, where = ctypes.c_int64(), address(f"embed: {name}", ids, rows, torch.int64)
+    native.kernels().find_outside(where, rows, table_rows, ctypes.addressof(place))
     if place.value >= 0:
         raise IndexError(
             f"index out of range in self: {name} has {int(ids[place.value])} at {place.value}, "
-            f"but its table has {table.shape[0]} rows."
+            f"but its table has {table_rows} rows."
         )
+
+
+def _addresses(tables_and_ids: tuple[Tensor | None, ...], rows: int, cols: int) -> list[int | None]:
+    """Of each table and its ids in turn; the ids are inside, whatever has been written to them since they came."""
+    found: list[int | None] = []
+    names = ("input_ids", "position_ids", "token_type_ids")
+    for name, table, ids in zip(names, tables_and_ids[::2], tables_and_ids[1::2], strict=True):
+        if table is not None and ids is not None:
+            _check_ids(name, ids, rows, table.shape[0])
+            found.append(address(f"embed: the table of {name}", table, table.shape[0] * cols))
+            found.append(address(f"embed: {name}", ids, rows, torch.int64))
+        else:
+            found += [None, None]
+    return found
 
 
 class _Embed(torch.autograd.Function):
@@ -62,8 +85,10 @@ class _Embed(torch.autograd.Function):
         rows, cols = len(word_ids), word.shape[1]
         out, mean, rstd = word.new_empty(rows, cols), word.new_empty(rows), word.new_empty(rows)
         native.kernels().embed(
-            *map(address, (word, word_ids, position, position_ids, token_type, type_ids, weight, bias)),
-            *map(address, (out, mean, rstd)),
+            *_addresses((word, word_ids, position, position_ids, token_type, type_ids), rows, cols),
+            *(address("embed: the norm's weight", weight, cols), address("embed: the norm's bias", bias, cols)),
+            *(address("embed: out", out, rows * cols), address("embed: mean", mean, rows)),
+            address("embed: rstd", rstd, rows),
             *(rows, cols, eps, ctx.p, ctx.key),
         )
         ctx.save_for_backward(word, position, token_type, weight, word_ids, position_ids, type_ids, mean, rstd)
@@ -79,10 +104,15 @@ class _Embed(torch.autograd.Function):
             torch.empty_like(weight),
             torch.empty_like(weight),
         )
+        rows, cols = len(word_ids), word.shape[1]
         native.kernels().embed_backward(
-            *map(address, (grad_out, word, word_ids, position, position_ids, token_type, type_ids)),
-            *map(address, (mean, rstd, weight, grad_sum, grad_weight, grad_bias)),
-            *(*grad_out.shape, ctx.p, ctx.key),
+            address("embed: gradient", grad_out, rows * cols),
+            *_addresses((word, word_ids, position, position_ids, token_type, type_ids), rows, cols),
+            *(address("embed: mean", mean, rows), address("embed: rstd", rstd, rows)),
+            *(address("embed: the norm's weight", weight, cols), address("embed: sum", grad_sum, rows * cols)),
+            address("embed: gradient of the norm's weight", grad_weight, cols),
+            address("embed: gradient of the norm's bias", grad_bias, cols),
+            *(rows, cols, ctx.p, ctx.key),
         )
         tables, ids = (word, position, token_type), (word_ids, position_ids, type_ids)
         grads = [
@@ -95,10 +125,8 @@ class _Embed(torch.autograd.Function):
 def _ids_of(name: str, ids: Tensor | None, table: Tensor | None, word: Tensor, word_ids: Tensor) -> Tensor | None:
     if table is None:
         return None
-    require_size("embed", (table.shape[0], word.shape[1]), **{f"the table of {name}": table})
-    flat = torch.zeros_like(word_ids) if ids is None else _flat_ids(ids)
-    _check_ids(name, flat, len(word_ids), table)
-    return flat
+    require("embed", (len(table), word.shape[1]), **{f"the table of {name}": table})
+    return torch.zeros_like(word_ids) if ids is None else _flat_ids(ids)
 
 
 def embed(
@@ -115,10 +143,11 @@ def embed(
     padding_idx: PaddingRows = (None, None, None),
 ) -> Tensor:
     """dropout(LayerNorm(word + position + type)), one row per id; a table without ids means its row 0."""
-    require_float32("embed", word=word, position=position, token_type=token_type, ln_weight=ln_weight, ln_bias=ln_bias)
-    require_size("embed", tuple(word.shape[1:]), ln_weight=ln_weight, ln_bias=ln_bias)
+    if word.dim() != 2:
+        raise ValueError(f"embed: word must have two dimensions, found {word.dim()}.")
+    require("embed", word.shape, word=word)
+    require("embed", word.shape[1:], ln_weight=ln_weight, ln_bias=ln_bias)
     word_ids = _flat_ids(input_ids)
-    _check_ids("input_ids", word_ids, len(word_ids), word)
     other_ids = (
         _ids_of("position_ids", position_ids, position, word, word_ids),
         _ids_of("token_type_ids", token_type_ids, token_type, word, word_ids),

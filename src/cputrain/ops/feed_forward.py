@@ -18,6 +18,7 @@ from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key, dropout
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.linear import OutputGradient, activated_product, forward_product, kept_input
+from cputrain.ops.operands import require, require_linear
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
@@ -83,6 +84,14 @@ class _FeedForwardNorm(torch.autograd.Function):
         return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, *[None] * 5
 
 
+def _check(
+    operator: str, x_TH: Tensor, weight1: Tensor, bias1: Tensor | None, weight2: Tensor, bias2: Tensor | None
+) -> None:
+    require_linear(operator, x_TH, weight1, bias1, "1")
+    require(operator, weight2.shape[:1] + weight1.shape[:1], weight2=weight2)
+    require(operator, weight2.shape[:1], bias2=bias2)
+
+
 def feed_forward(
     x_TH: Tensor,
     weight1: Tensor,
@@ -94,6 +103,7 @@ def feed_forward(
     arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     """dropout(linear2(activation(linear1(x)))); no residual."""
+    _check("feed_forward", x_TH, weight1, bias1, weight2, bias2)
     y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
     return dropout(y, p) if p > 0 else y
 
@@ -112,6 +122,9 @@ def feed_forward_norm(
     arithmetic: Arithmetic = FP32,
 ) -> Tensor:
     """LayerNorm(x + dropout(linear2(activation(linear1(x)))))."""
+    _check("feed_forward_norm", x_TH, weight1, bias1, weight2, bias2)
+    require("feed_forward_norm", (x_TH.shape[1], weight1.shape[0]), weight2=weight2)
+    require("feed_forward_norm", x_TH.shape[1:], norm_weight=norm_weight, norm_bias=norm_bias)
     key = draw_key() if p > 0 else 0
     weights = weight1, bias1, weight2, bias2, norm_weight, norm_bias
     return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, arithmetic)

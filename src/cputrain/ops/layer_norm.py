@@ -9,7 +9,7 @@ from cputrain import native
 from cputrain.ops.arithmetic import note_normed
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, contiguous, is_bf16, require_float32, require_size, rows_and_cols
+from cputrain.ops.operands import address, contiguous, is_bf16, kept_dtype, require, rows_and_cols
 
 
 def layer_norm_forward(
@@ -22,7 +22,13 @@ def layer_norm_forward(
     rows, cols = rows_and_cols(x)
     out, mean, rstd = torch.empty_like(x), x.new_empty(rows), x.new_empty(rows)
     kept = None if storage is torch.float32 else torch.empty_like(x, dtype=storage)
-    native.kernels().layer_norm(*map(address, (x, weight, bias, out, kept, mean, rstd)), rows, cols, eps)
+    native.kernels().layer_norm(
+        address("layer_norm: x", x, rows * cols),
+        *(address("layer_norm: weight", weight, cols), address("layer_norm: bias", bias, cols)),
+        *(address("layer_norm: out", out, rows * cols), address("layer_norm: kept", kept, rows * cols, storage)),
+        *(address("layer_norm: mean", mean, rows), address("layer_norm: rstd", rstd, rows)),
+        *(rows, cols, eps),
+    )
     if kept is None:
         return out, mean, rstd, x
     note_normed(out, kept, weight, bias)
@@ -54,15 +60,16 @@ def joined_norm_forward(
     """
     rows, cols = rows_and_cols(y)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
+    bias, weight, beta = contiguous(bias, weight, beta)
+    z_address = address("norm: z", z, rows * cols, kept_dtype(z))
     native.kernels().post_norm(
-        *map(address, (y, bias, residual, weight, beta)),
-        *((None, address(z)) if is_bf16(z) else (address(z), None)),
-        *map(address, (out, mean, rstd)),
-        rows,
-        cols,
-        eps,
-        p,
-        key,
+        *(address("norm: y", y, rows * cols), address("norm: bias", bias, cols)),
+        address("norm: residual", residual, rows * cols),
+        *(address("norm: weight", weight, cols), address("norm: beta", beta, cols)),
+        *((None, z_address) if is_bf16(z) else (z_address, None)),
+        address("norm: out", out, rows * cols),
+        *(address("norm: mean", mean, rows), address("norm: rstd", rstd, rows)),
+        *(rows, cols, eps, p, key),
     )
     return out, mean, rstd
 
@@ -87,16 +94,19 @@ def joined_norm_backward(
     grad_y = torch.empty_like(grad_out) if p > 0 else None
     grad_weight, grad_beta = grad_out.new_empty(cols), grad_out.new_empty(cols)
     grad_bias = grad_out.new_empty(cols) if want_bias else None
+    (weight,) = contiguous(weight)
     native.kernels().layer_norm_backward(
-        address(grad_out),
-        address(z),
+        address("norm: gradient", grad_out, rows * cols),
+        address("norm: z", z, rows * cols, kept_dtype(z)),
         is_bf16(z),
-        *map(address, (mean, rstd, weight, grad_sum)),
-        *map(address, (grad_z, grad_y, grad_weight, grad_beta, grad_bias)),
-        rows,
-        cols,
-        p,
-        key,
+        *(address("norm: mean", mean, rows), address("norm: rstd", rstd, rows)),
+        *(address("norm: weight", weight, cols), address("norm: gradient of the sum", grad_sum, rows * cols)),
+        address("norm: gradient of z", grad_z, rows * cols),
+        address("norm: gradient of y", grad_y, rows * cols),
+        address("norm: gradient of weight", grad_weight, cols),
+        address("norm: gradient of beta", grad_beta, cols),
+        address("norm: gradient of bias", grad_bias, cols),
+        *(rows, cols, p, key),
     )
     return grad_z, grad_z if grad_y is None else grad_y, grad_weight, grad_beta, grad_bias
 
@@ -146,8 +156,8 @@ def layer_norm(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, storage: torch.dtype = torch.float32
 ) -> Tensor:
     """`torch.nn.functional.layer_norm` over the last dimension; x is kept for the backward as `storage`."""
-    require_float32("layer_norm", x=x, weight=weight, bias=bias)
-    require_size("layer_norm", tuple(x.shape[-1:]), weight=weight, bias=bias)
+    require("layer_norm", x.shape, x=x)
+    require("layer_norm", x.shape[-1:], weight=weight, bias=bias)
     return _LayerNorm.apply(x, weight, bias, eps, storage)
 
 
@@ -155,9 +165,8 @@ def residual_layer_norm(
     x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float = 0.0
 ) -> tuple[Tensor, Tensor]:
     """The sum residual + dropout(x), and its LayerNorm."""
-    require_float32("residual_layer_norm", x=x, residual=residual, weight=weight, bias=bias)
-    require_size("residual_layer_norm", tuple(x.shape), residual=residual)
-    require_size("residual_layer_norm", tuple(x.shape[-1:]), weight=weight, bias=bias)
+    require("residual_layer_norm", x.shape, x=x, residual=residual)
+    require("residual_layer_norm", x.shape[-1:], weight=weight, bias=bias)
     return _ResidualLayerNorm.apply(x, residual, weight, bias, eps, p, draw_key() if p > 0 else 0)
 
 

@@ -17,6 +17,7 @@ from cputrain.ops import matmul, workspace
 from cputrain.ops.activation import activation_forward
 from cputrain.ops.arithmetic import FP32, Arithmetic, Call, Kept, kept_as_float
 from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.operands import require_linear
 
 
 def flat(x: Tensor) -> Tensor:
@@ -141,4 +142,5 @@ class _Linear(torch.autograd.Function):
 
 
 def linear(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, arithmetic: Arithmetic = FP32) -> Tensor:
+    require_linear("linear", x_TI, w_OI, bias_O)
     return _Linear.apply(x_TI, w_OI, bias_O, arithmetic)

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -29,7 +30,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.ops.activation import KINDS
-from cputrain.ops.operands import require_float32, require_size
+from cputrain.ops.operands import address, contiguous, is_bf16, kept_dtype, require, rows_of
 
 Role = Literal["left", "right"]
 _ROLES = {"left": 0, "right": 1}
@@ -63,26 +64,36 @@ class Operand:
     sums: Tensor | None = None
 
     def _native(self) -> _Operand:
-        memory, sums = self.memory.data_ptr(), None if self.sums is None else self.sums.data_ptr()
-        if self.source is None:
+        memory, source = self._address(), self.source
+        if source is None:
             return _Operand(None, 0, 0, 0, None, memory)
-        bf16, stride = int(self.source.dtype == torch.bfloat16), self.source.stride(0)
-        return _Operand(self.source.data_ptr(), bf16, stride, int(self.columns), sums, memory)
+        shape = (self.depth, self.vectors) if self.columns else (self.vectors, self.depth)
+        place, stride = rows_of("int16 operand: x", source, shape, kept_dtype(source))
+        sums = address("int16 operand: sums", self.sums, self.vectors)
+        return _Operand(place, is_bf16(source), stride, int(self.columns), sums, memory)
+
+    def _address(self) -> int | None:
+        size = _packed_bytes(native.kernels().isa, self.vectors, self.depth, self.role)
+        return address("int16 operand: packed memory", self.memory, size, torch.uint8)
+
+
+@lru_cache(maxsize=4096)
+def _packed_bytes(isa: str, vectors: int, depth: int, role: Role) -> int:
+    size = ctypes.c_int64()
+    native.kernels_of(isa).int16_packed_bytes(vectors, depth, _ROLES[role], ctypes.addressof(size))
+    return size.value
 
 
 def _memory(vectors: int, depth: int, role: Role) -> Tensor:
-    size = ctypes.c_int64()
-    native.kernels().int16_packed_bytes(vectors, depth, _ROLES[role], ctypes.addressof(size))
-    return torch.empty(size.value, dtype=torch.uint8)
+    return torch.empty(_packed_bytes(native.kernels().isa, vectors, depth, role), dtype=torch.uint8)
 
 
 def _checked(x: Tensor, sums: Tensor | None = None) -> Tensor:
-    if x.dtype != torch.bfloat16:
-        require_float32("int16 operand", x=x)
-    require_float32("int16 operand", sums=sums)
     if x.dim() != 2:
         raise ValueError(f"int16 operand: x must have two dimensions, found {x.dim()}; flatten the leading ones.")
-    require_size("int16 operand", (x.shape[1],), sums=sums)
+    if x.dtype != torch.bfloat16 or not x.is_cpu:
+        require("int16 operand", x.shape, x=x)
+    require("int16 operand", x.shape[1:], sums=sums)
     if sums is not None and not sums.is_contiguous():
         raise ValueError("int16 operand: sums must be contiguous.")
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
@@ -112,32 +123,26 @@ def pack(
     count, width = x.shape
     row_operand = Operand(_memory(count, width, rows), count, width, rows) if rows else None
     column_operand = Operand(_memory(width, count, columns), width, count, columns) if columns else None
+    place, stride = rows_of("int16 operand: x", x, (count, width), kept_dtype(x))
     native.kernels().int16_pack(
-        x.data_ptr(),
-        int(x.dtype == torch.bfloat16),
-        x.stride(0),
-        count,
-        width,
-        row_operand.memory.data_ptr() if row_operand else None,
-        _ROLES[rows or "left"],
-        column_operand.memory.data_ptr() if column_operand else None,
-        _ROLES[columns or "left"],
-        None if sums is None else sums.data_ptr(),
+        *(place, is_bf16(x), stride, count, width),
+        *(row_operand and row_operand._address(), _ROLES[rows or "left"]),
+        *(column_operand and column_operand._address(), _ROLES[columns or "left"]),
+        address("int16 operand: sums", sums, width),
     )
     return row_operand, column_operand
 
 
 def pack_activated(h: Tensor, bias: Tensor | None, kind: str) -> Operand:
     """The rows of activation(h + bias) for the left side; they are packed as they are computed, and never written."""
+    require("pack_activated", h.shape, h=h)
     h = _checked(h)
-    require_float32("pack_activated", h=h, bias=bias)
-    require_size("pack_activated", (h.shape[1],), bias=bias)
-    bias = None if bias is None else bias.contiguous()
-    rows, cols = h.shape
-    memory = _memory(rows, cols, "left")
-    addresses = h.data_ptr(), None if bias is None else bias.data_ptr()
-    native.kernels().int16_pack_activated(*addresses, KINDS[kind], h.stride(0), rows, cols, memory.data_ptr())
-    return Operand(memory, rows, cols, "left")
+    (bias,), (rows, cols) = contiguous(bias), h.shape
+    operand = Operand(_memory(rows, cols, "left"), rows, cols, "left")
+    place, stride = rows_of("pack_activated: h", h, (rows, cols))
+    bias_place = address("pack_activated: bias", bias, cols)
+    native.kernels().int16_pack_activated(place, bias_place, KINDS[kind], stride, rows, cols, operand._address())
+    return operand
 
 
 def product(
@@ -153,23 +158,15 @@ def product(
         if accumulate:
             raise ValueError("product: accumulate needs an `out` to add to.")
         out = torch.empty(left.vectors, right.vectors)
-    require_float32("product", out=out, bias=bias)
-    require_size("product", (left.vectors, right.vectors), out=out)
-    require_size("product", (right.vectors,), bias=bias)
-    if out.shape[1] > 1 and out.stride(1) != 1:
-        raise ValueError("product: the rows of out must be contiguous.")
-    bias = None if bias is None else bias.contiguous()
-    sides = left._native(), right._native()
+    require("product", (right.vectors,), bias=bias)
+    place, stride = rows_of("product: out", out, (left.vectors, right.vectors))
+    if stride < right.vectors and left.vectors > 1:
+        raise ValueError(f"product: the rows of out overlap, {stride} apart.")
+    (bias,), sides = contiguous(bias), (left._native(), right._native())
     native.kernels().int16_product(
-        ctypes.addressof(sides[0]),
-        ctypes.addressof(sides[1]),
-        out.data_ptr(),
-        out.stride(0),
-        left.vectors,
-        right.vectors,
-        left.depth,
-        None if bias is None else bias.data_ptr(),
-        int(accumulate),
+        *(ctypes.addressof(sides[0]), ctypes.addressof(sides[1]), place, stride),
+        *(left.vectors, right.vectors, left.depth),
+        *(address("product: bias", bias, right.vectors), int(accumulate)),
     )
     return out
 

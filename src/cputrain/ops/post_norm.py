@@ -9,7 +9,7 @@ from cputrain.ops import layer_norm
 from cputrain.ops.arithmetic import note_normed
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import contiguous, require_float32, require_size
+from cputrain.ops.operands import contiguous, require
 
 
 def post_norm_forward(
@@ -66,9 +66,8 @@ def post_norm(
     y: Tensor, bias: Tensor | None, residual: Tensor, weight: Tensor, beta: Tensor, eps: float, p: float
 ) -> Tensor:
     """LayerNorm(residual + dropout(y + bias)) over the last dimension."""
-    require_float32("post_norm", y=y, bias=bias, residual=residual, weight=weight, beta=beta)
-    require_size("post_norm", tuple(y.shape), residual=residual)
-    require_size("post_norm", tuple(y.shape[-1:]), bias=bias, weight=weight, beta=beta)
+    require("post_norm", y.shape, y=y, residual=residual)
+    require("post_norm", y.shape[-1:], bias=bias, weight=weight, beta=beta)
     return _PostNorm.apply(y, bias, residual, weight, beta, eps, p, draw_key() if p > 0 else 0)
 
 

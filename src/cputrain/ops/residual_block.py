@@ -13,6 +13,7 @@ from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.linear import OutputGradient, forward_product
+from cputrain.ops.operands import require, require_linear
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
@@ -56,6 +57,9 @@ def residual_block(
     p: float,
     arithmetic: Arithmetic = FP32,
 ) -> Tensor:
+    require_linear("residual_block", x_TI, weight, bias)
+    require("residual_block", (x_TI.shape[0], weight.shape[0]), residual=residual_TO)
+    require("residual_block", weight.shape[:1], norm_weight=norm_weight, norm_bias=norm_bias)
     key = draw_key() if p > 0 else 0
     return _ResidualBlock.apply(x_TI, residual_TO, weight, bias, norm_weight, norm_bias, eps, p, key, arithmetic)
 

@@ -26,7 +26,7 @@ from cputrain.ops.attention import plain as attention_plain
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.linear import OutputGradient, forward_product
-from cputrain.ops.operands import require_float32
+from cputrain.ops.operands import require, require_linear
 
 
 class _SelfAttention(torch.autograd.Function):
@@ -91,9 +91,13 @@ def self_attention(
 
     `key_bias`, (sequences or 1, 1, 1, keys), is added to the scores and has no gradient.
     """
+    for name, weight, bias in zip(("_q", "_k", "_v"), weights, biases, strict=True):
+        require_linear("self_attention", x_TI, weight, bias, name)
+        require("self_attention", weights[0].shape, **{f"weight{name}": weight})
+    if len({bias is None for bias in biases}) > 1:
+        raise ValueError("self_attention: all three of query, key and value must have a bias, or none.")
     settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0)
     if key_bias is not None:
-        require_float32("self_attention", key_bias=key_bias)
         key_bias = four_dimensions(key_bias.detach(), sequences, heads)
     return _SelfAttention.apply(x_TI, heads, settings, key_bias, arithmetic, *weights, *biases)
 

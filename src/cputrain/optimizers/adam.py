@@ -24,7 +24,7 @@ class FusedAdam(FusedStep):
         if not state:  # stock makes it, so that it has the keys, shapes and types of this torch
             self._stock({**group, "params": [parameter]}, [], [], [], [], [], [])
         step, average, square = state["step"], state["exp_avg"], state["exp_avg_sq"]
-        if not (isinstance(step, Tensor) and step.dtype is torch.float32 and step.is_cpu):
+        if not (isinstance(step, Tensor) and is_plain(step) and step.numel() == 1):
             return None
         for moment in (average, square):
             if not (is_plain(moment) and lies_like(moment, parameter)):
@@ -36,5 +36,11 @@ class FusedAdam(FusedStep):
         rates = (group["lr"], *group["betas"], group["eps"], group["weight_decay"])
         # A state dict of a stock older than `decoupled_weight_decay` has AdamW's groups without it.
         decoupled = group.get("decoupled_weight_decay", type(self.optimizer) is torch.optim.AdamW)
-        arrays = [sizes(parameters), *map(pointers, columns)]
+        *moments_and_others, steps = columns
+        counts = sizes(parameters)
+        arrays = [
+            counts,
+            *(pointers(column, counts) for column in moments_and_others),
+            pointers(steps, [1] * len(steps)),
+        ]
         native.kernels().adam(len(parameters), *map(address, arrays), *map(float, rates), decoupled)

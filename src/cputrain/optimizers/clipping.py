@@ -75,12 +75,14 @@ def _grads(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:
 
 def _norm(grads: list[Tensor]) -> float:
     result = ctypes.c_double()
-    arrays = sizes(grads), pointers(grads)
+    counts = sizes(grads)
+    arrays = counts, pointers(grads, counts)
     native.kernels().sum_of_squares(len(grads), *map(address, arrays), ctypes.addressof(result))
     return math.sqrt(result.value)
 
 
 def _scale(grads: list[Tensor], factor: float) -> None:
-    arrays = sizes(grads), pointers(grads)
+    counts = sizes(grads)
+    arrays = counts, pointers(grads, counts)
     native.kernels().scale(len(grads), *map(address, arrays), factor)
     torch.autograd.graph.increment_version(grads)

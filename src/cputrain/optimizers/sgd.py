@@ -30,6 +30,7 @@ class FusedSGD(FusedStep):
     def update(self, group: Group, columns: tuple[tuple[Tensor, ...], ...]) -> None:
         parameters, gradients, *buffers = columns
         rates = (group["lr"], group["momentum"], group["dampening"], group["weight_decay"])
-        arrays = [sizes(parameters), pointers(parameters), pointers(gradients), *map(pointers, buffers)]
+        counts = sizes(parameters)
+        arrays = [counts, *(pointers(column, counts) for column in (parameters, gradients, *buffers))]
         addresses = [*map(address, arrays), *([] if buffers else [None])]
         native.kernels().sgd(len(parameters), *addresses, *map(float, rates), group["nesterov"])

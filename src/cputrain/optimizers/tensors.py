@@ -38,9 +38,25 @@ def lies_like(tensor: Tensor, model: Tensor) -> bool:
     return tensor.stride() == model.stride() and is_dense(model)
 
 
-def pointers(tensors: Iterable[Tensor]) -> array[int]:
-    """Their addresses, as a C array (kept alive by whoever holds it; `address` gives its own address)."""
-    return array("q", [tensor.data_ptr() for tensor in tensors])
+def pointers(tensors: Iterable[Tensor], counts: Iterable[int]) -> array[int]:
+    """Their addresses, as a C array (kept alive by whoever holds it; `address` gives its own address).
+
+    `counts` are the elements that the kernel will touch of each; that these have no gaps, `lies_like` or `is_dense` has
+    made sure.
+    """
+    return array("q", [_pointer(tensor, count) for tensor, count in zip(tensors, counts, strict=True)])
+
+
+def _pointer(tensor: Tensor, count: int) -> int:
+    if tensor.dtype is not torch.float32 or tensor.numel() != count or not tensor.is_cpu:
+        raise ValueError(
+            f"the optimizer's kernel needs {count} elements of float32 on the CPU, "
+            f"found {tensor.dtype} on {tensor.device} of shape {tuple(tensor.shape)}."
+        )
+    place = tensor.data_ptr()
+    if not place:
+        raise ValueError(f"a tensor of shape {tuple(tensor.shape)} has no memory: its storage was resized to nothing.")
+    return place
 
 
 def sizes(tensors: Iterable[Tensor]) -> array[int]:

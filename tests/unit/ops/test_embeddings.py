@@ -127,7 +127,9 @@ def test_ids_outside_the_table(isa, bad):
 
 def test_bad_shapes_are_named():
     ids, tensors = _case(24, 16)
-    with pytest.raises(ValueError, match=r"token_type_ids must have the shape \(24,\), found \(5,\)"):
+    with pytest.raises(
+        ValueError, match=r"token_type_ids must be 24 contiguous elements of torch.int64 .* of shape \(5,\)"
+    ):
         embed(ids[0], ids[1][:5], ids[2], *tensors, 1e-5, 0.0)
     tensors[1] = torch.randn(11, 15)
     with pytest.raises(ValueError, match=r"the table of position_ids must have the shape \(11, 16\), found \(11, 15\)"):
