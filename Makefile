@@ -7,13 +7,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # Kept by `pip install -e .`; configured once, so that a rebuild compiles only what changed.
 BUILD_TREE := build/editable
+SANITIZE_TREE := build/sanitize
+SHAPES ?= 500
+SEED ?= 0
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test soak models lint format bench wheel clean
+.PHONY: help install build demo test sanitize soak models lint format bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -40,22 +43,36 @@ demo: build ## train a small question-answering model, stock and optimised side 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-soak: build ## sweep every model type of transformers against stock (an hour; SWEEP_ARGS="--quick")
+soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, auto under load
+	$(MAKE) sanitize SHAPES=10000
 	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
+	$(BIN)/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
+	$(BIN)/python -m tests.integrations.earlier 4.57 -m pytest tests/parity
+	$(BIN)/python benchmarks/auto_under_load.py
 
 models: build ## write docs/models.md: what is replaced in each model type
 	$(BIN)/python -m tests.sweep.models_page
+
+sanitize: $(INSTALLED) ## run the kernels under sanitizers (SHAPES=10000 SEED=1 for more shapes, or others)
+	test -f $(SANITIZE_TREE)/CMakeCache.txt || $(BIN)/cmake -S . -B $(SANITIZE_TREE) -G Ninja \
+		-DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DCPUTRAIN_SANITIZE=ON
+	$(BIN)/cmake --build $(SANITIZE_TREE) --target sanitize_kernels sanitize_collectives
+	@export OMP_WAIT_POLICY=passive; cd $(SANITIZE_TREE)/tests/native; half=$$(($(SHAPES) / 2)); \
+	./sanitize_collectives $$(($(SHAPES) / 10)) $(SEED) & collectives=$$!; \
+	./sanitize_kernels $$half $(SEED) & first=$$!; \
+	./sanitize_kernels $$(($(SHAPES) - half)) $(SEED) $$half; second=$$?; \
+	wait $$first && wait $$collectives && exit $$second
 
 lint: $(INSTALLED) ## check style and types of Python and C++
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
+	find csrc tests/native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format --dry-run --Werror
 
 format: $(INSTALLED) ## rewrite Python and C++ in the project's style
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find csrc -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
+	find csrc tests/native -name '*.cpp' -o -name '*.h' | xargs $(BIN)/clang-format -i
 
 bench: build ## measure kernels and training against stock (BENCH_ARGS="--help" for the settings)
 	$(BIN)/python benchmarks/kernels.py

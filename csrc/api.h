@@ -22,7 +22,7 @@
 // needs; if that is more than `bytes`, it has done nothing else, and is called again with more. How
 // much that is depends on the sizes and on the number of threads.
 struct Scratch {
-  void* data;
+  void* data;  // aligned to 64 bytes
   int64_t bytes, needed;
 };
 

@@ -118,11 +118,14 @@ struct Complex {
   static void write(Value x, Stored* out) { *out = x; }
 };
 
+// Signed integers wrap around as torch's do: computed without sign, where overflow is defined.
 struct Sum {
   template <class T>
   static T apply(T a, T b) {
     return (T)(a + b);
   }
+  static int32_t apply(int32_t a, int32_t b) { return (int32_t)((uint32_t)a + (uint32_t)b); }
+  static int64_t apply(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
   template <class T>
   static Pair<T> apply(Pair<T> a, Pair<T> b) {
     return {a.re + b.re, a.im + b.im};
@@ -133,6 +136,8 @@ struct Product {
   static T apply(T a, T b) {
     return (T)(a * b);
   }
+  static int32_t apply(int32_t a, int32_t b) { return (int32_t)((uint32_t)a * (uint32_t)b); }
+  static int64_t apply(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
   static uint16_t apply(uint16_t a, uint16_t b) { return (uint16_t)((uint32_t)a * b); }
   template <class T>
   static Pair<T> apply(Pair<T> a, Pair<T> b) {

@@ -26,6 +26,22 @@ struct Header {
   int64_t operation, dtype, reduction, root, bytes;
   int64_t unused[2];
 };
+// Word by word, because whoever reports a failure may read a header that its rank is writing: the
+// report is then of either collective, and nobody reads half a word.
+inline void write_header(Header* to, const Header& header) {
+  uint64_t words[sizeof(Header) / 8];
+  memcpy(words, &header, sizeof header);
+  for (size_t i = 0; i < sizeof words / 8; i++)
+    __atomic_store_n(reinterpret_cast<uint64_t*>(to) + i, words[i], __ATOMIC_RELAXED);
+}
+inline Header read_header(const Header* from) {
+  uint64_t words[sizeof(Header) / 8];
+  for (size_t i = 0; i < sizeof words / 8; i++)
+    words[i] = __atomic_load_n(reinterpret_cast<const uint64_t*>(from) + i, __ATOMIC_RELAXED);
+  Header header;
+  memcpy(&header, words, sizeof header);
+  return header;
+}
 constexpr int kHeaders = 4;  // a rank is at most one round, hence one collective, ahead
 
 // A counter that one rank moves and others wait for. The futex word and the number of sleepers
@@ -126,7 +142,7 @@ class Member {
       if (peer != rank() && !await_posted(peer, group_->round)) return false;
     if (group_->round == first_round_) {
       if (!check_previous()) return false;
-      control(rank())->headers[mine_.sequence % kHeaders] = mine_;
+      write_header(&control(rank())->headers[mine_.sequence % kHeaders], mine_);
     }
     return true;
   }
@@ -178,7 +194,8 @@ class Member {
   }
 
   bool failed_elsewhere() {
-    if (group_->aborted) return !fail(kCclAborted, -1);
+    // Another thread of this process sets it.
+    if (__atomic_load_n(&group_->aborted, __ATOMIC_RELAXED)) return !fail(kCclAborted, -1);
     if (load_acquire(&preamble()->failed) != 2) return false;
     fail(preamble()->kind, preamble()->culprit);
     status_->reporter = preamble()->reporter;
@@ -211,11 +228,12 @@ class Member {
   }
 
   Header last_header(int64_t peer) const {
-    const Header* headers = control(peer)->headers;
-    int last = 0;
-    for (int i = 1; i < kHeaders; i++)
-      if (headers[i].sequence > headers[last].sequence) last = i;
-    return headers[last];
+    Header last = read_header(control(peer)->headers);
+    for (int i = 1; i < kHeaders; i++) {
+      const Header header = read_header(control(peer)->headers + i);
+      if (header.sequence > last.sequence) last = header;
+    }
+    return last;
   }
 
   // Whether a process has ended, as its pidfd tells; whoever still holds its sockets doesn't count.
@@ -247,7 +265,7 @@ class Member {
   }
 
   bool same(const Header* headers, const Header& mine, int64_t peer) {
-    const Header& theirs = headers[mine.sequence % kHeaders];
+    const Header theirs = read_header(&headers[mine.sequence % kHeaders]);
     if (memcmp(&theirs, &mine, sizeof mine) == 0) return true;
     return fail(kCclMismatch, peer);
   }

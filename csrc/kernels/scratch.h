@@ -17,27 +17,24 @@ namespace {
 class Arena {
  public:
   explicit Arena(Scratch* scratch)
-      : scratch_(scratch), begin_(aligned((uintptr_t)scratch->data)), next_(begin_) {}
+      : scratch_(scratch), begin_((uintptr_t)scratch->data), next_(begin_) {}
   Arena(const Arena&) = delete;
 
   // Aligned to a cache line; holds anything until the kernel has written it.
   template <class T>
   T* take(int64_t count) {
-    T* const array = (T*)next_;
-    next_ = aligned(next_ + count * sizeof(T));
-    return array;
+    const uintptr_t array = (next_ + kCacheLine - 1) / kCacheLine * kCacheLine;
+    next_ = array + count * sizeof(T);
+    return (T*)array;
   }
 
   bool enough() {
-    scratch_->needed = (int64_t)(next_ - begin_) + kCacheLine;
+    scratch_->needed = (int64_t)(next_ - begin_);
     return scratch_->needed <= scratch_->bytes;
   }
 
  private:
-  static constexpr int64_t kCacheLine = 64;
-  static uintptr_t aligned(uintptr_t address) {
-    return (address + kCacheLine - 1) / kCacheLine * kCacheLine;
-  }
+  static constexpr uintptr_t kCacheLine = 64;
   Scratch* scratch_;
   const uintptr_t begin_;
   uintptr_t next_;

@@ -99,6 +99,7 @@ def attention(
     """
     _check(q, k, v, sequences)
     if bias is not None:
+        require_bias(bias)
         bias = four_dimensions(bias, sequences, q.shape[1])
     return _Attention.apply(q, k, v, bias, Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0))
 
@@ -222,10 +223,13 @@ def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
         )
 
 
-def four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
-    """The bias as (sequences or 1, heads or 1, queries, keys); autograd brings its gradient back to its shape."""
+def require_bias(bias: Tensor) -> None:
     if bias.dtype != torch.float32 or not bias.is_cpu:
         raise ValueError(f"attention's bias must be float32 on the CPU, found {bias.dtype} on {bias.device}")
+
+
+def four_dimensions(bias: Tensor, sequences: Sequences, heads: int) -> Tensor:
+    """The bias as (sequences or 1, heads or 1, queries, keys); autograd brings its gradient back to its shape."""
     four = bias[(None,) * (4 - bias.dim())]
     count, length = len(sequences.lengths), sequences.longest
     if (

@@ -20,6 +20,7 @@ from cputrain.ops.attention import (
     attention_backward,
     attention_forward,
     four_dimensions,
+    require_bias,
     split_packed,
 )
 from cputrain.ops.attention import plain as attention_plain
@@ -98,6 +99,7 @@ def self_attention(
         raise ValueError("self_attention: all three of query, key and value must have a bias, or none.")
     settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0)
     if key_bias is not None:
+        require_bias(key_bias)
         key_bias = four_dimensions(key_bias.detach(), sequences, heads)
     return _SelfAttention.apply(x_TI, heads, settings, key_bias, arithmetic, *weights, *biases)
 

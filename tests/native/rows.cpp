@@ -1,0 +1,158 @@
+// Kernels that work row by row: dropout, activations, bf16, LayerNorm and its relatives.
+#include "guarded.h"
+
+namespace {
+
+void dropout(Random& random, int64_t rows, int64_t cols) {
+  const float p = random.pick({0.f, 0.1f, 0.5f, 1.f});
+  const uint64_t key = random.bits();
+  describe("dropout", rows, cols, p);
+  Floats x(random, rows * cols);
+  const double scale = p < 1 ? 65536. / (65536 - std::lrint(p * 65536.0)) : 0;
+  on_every_isa(0, [&](Same& same) {
+    Floats y(rows * cols), in_place(rows * cols);
+    in_place.copy(x);
+    CALL(dropout, x, y, rows, cols, p, key);
+    CALL(dropout, in_place, in_place, rows, cols, p, key);
+    for (int64_t i = 0; i < y.size(); i++)
+      expect((y[i] == 0 || near(y[i], x[i] * scale, 1e-3, 1)) && y[i] == in_place[i], "dropout");
+    same.check(y);
+  });
+}
+
+double activated(double x, int64_t kind) {
+  switch (kind) {
+    case 0:
+      return x;
+    case 1:
+      return x > 0 ? x : 0;
+    case 2:
+      return x / (1 + std::exp(-x));
+    case 3:
+      return x * std::erfc(-x / std::sqrt(2.)) / 2;
+    default:
+      return x * (1 + std::tanh(std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x))) / 2;
+  }
+}
+double slope(double x, int64_t kind) {
+  if (kind == 1) return x > 0;
+  return (activated(x + 1e-5, kind) - activated(x - 1e-5, kind)) / 2e-5;
+}
+
+void activation(Random& random, int64_t rows, int64_t cols) {
+  const int64_t kind = random.below(5), n = rows * cols;
+  const bool has_bias = random.coin(), keeps = random.coin(), wants_value = random.coin();
+  describe("activation", rows, cols, kind, has_bias, keeps, wants_value);
+  Floats h(random, n), bias(random, cols), grad(random, n);
+  on_every_isa(1e-5, [&](Same& same) {
+    Floats out(n), grad_h(n), value(n), grad_bias(cols);
+    Guarded<uint16_t> kept(n);
+    CALL(activation, h, bias.if_wanted(has_bias), out, kept.if_wanted(keeps), rows, cols, kind);
+    const auto backward = [&](Scratch* scratch) {
+      CALL(activation_backward, grad, keeps ? (const void*)kept.data() : h.data(), keeps,
+           bias.if_wanted(has_bias), grad_h, value.if_wanted(wants_value),
+           grad_bias.if_wanted(has_bias), rows, cols, kind, scratch);
+    };
+    with_scratch(backward);
+    std::vector<double> sums(cols);
+    for (int64_t i = 0; i < n; i++) {
+      const double b = has_bias ? bias[i % cols] : 0;
+      expect(near(out[i], activated(h[i] + b, kind), 2e-5), "activation");
+      if (keeps) expect(kept[i] == bf16_bits(h[i]), "activation: what is kept");
+      const double x = (keeps ? bf16_value(kept[i]) : h[i]) + b;
+      expect(near(grad_h[i], grad[i] * slope(x, kind), 1e-4), "gradient of an activation");
+      if (wants_value) expect(near(value[i], activated(x, kind), 2e-5), "activation, again");
+      sums[i % cols] += grad_h[i];
+    }
+    for (int64_t c = 0; has_bias && c < cols; c++)
+      expect(near(grad_bias[c], sums[c], 1e-4, rows + 1), "gradient of an activation's bias");
+    same.check(out), same.check(grad_h);
+  });
+}
+
+void bf16(Random& random, int64_t rows, int64_t cols) {
+  const bool has_bias = random.coin();
+  const int64_t n = rows * cols;
+  describe("bf16", rows, cols, has_bias);
+  Floats x(random, n), bias(random, cols), factor(random, cols);
+  on_every_isa(0, [&](Same& same) {
+    Guarded<uint16_t> kept(n);
+    Floats out(n);
+    CALL(round_to_bf16, x, bias.if_wanted(has_bias), kept, rows, cols);
+    CALL(read_bf16, kept, factor, bias, out, rows, cols);
+    for (int64_t i = 0; i < n; i++) {
+      expect(kept[i] == bf16_bits(has_bias ? x[i] + bias[i % cols] : x[i]), "rounding to bf16");
+      const double wide = bf16_value(kept[i]);
+      expect(near(out[i], wide * factor[i % cols] + bias[i % cols], 1e-5), "reading bf16");
+    }
+    (void)same;
+  });
+}
+
+// Checks LayerNorm of the rows of z.
+void expect_normed(Floats& z, float* weight, float* beta, Floats& out, Floats& mean, Floats& rstd,
+                   int64_t rows, int64_t cols) {
+  for (int64_t r = 0; r < rows; r++) {
+    double total = 0, squares = 0;
+    for (int64_t c = 0; c < cols; c++) total += z[r * cols + c];
+    const double m = total / cols;
+    for (int64_t c = 0; c < cols; c++) squares += std::pow(z[r * cols + c] - m, 2);
+    const double s = 1 / std::sqrt(squares / cols + 1e-5);
+    if (!cols) continue;
+    expect(near(mean[r], m, 1e-4) && near(rstd[r], s, 1e-3), "moments");
+    for (int64_t c = 0; c < cols; c++) {
+      const double y = (z[r * cols + c] - m) * s * (weight ? weight[c] : 1) + (beta ? beta[c] : 0);
+      expect(near(out[r * cols + c], y, 1e-3), "LayerNorm");
+    }
+  }
+}
+
+void norm(Random& random, int64_t rows, int64_t cols) {
+  const bool has_weight = random.coin(), has_beta = random.coin(), has_bias = random.coin();
+  const bool keeps = random.coin(), joins = random.coin(), has_sum = random.coin();
+  const float p = joins ? random.pick({0.f, 0.3f}) : 0.f;
+  const uint64_t key = random.bits();
+  const int64_t n = rows * cols;
+  describe("norm", rows, cols, has_weight, has_beta, has_bias, keeps, joins, has_sum, p);
+  Floats y(random, n), residual(random, n), bias(random, cols), weight(random, cols);
+  Floats beta(random, cols), grad(random, n), also(random, n);
+  float *const w = weight.if_wanted(has_weight), *const b = beta.if_wanted(has_beta);
+  on_every_isa(1e-3, [&](Same& same) {
+    Floats z(n), out(n), mean(rows), rstd(rows);
+    Guarded<uint16_t> kept(n);
+    if (joins)
+      CALL(post_norm, y, bias.if_wanted(has_bias), residual, w, b, z.if_wanted(!keeps),
+           kept.if_wanted(keeps), out, mean, rstd, rows, cols, 1e-5f, p, key);
+    else
+      CALL(layer_norm, y, w, b, out, kept.if_wanted(keeps), mean, rstd, rows, cols, 1e-5f);
+    if (!joins || (p == 0 && keeps))
+      for (int64_t i = 0; i < n; i++)
+        z[i] = joins ? residual[i] + y[i] + (has_bias ? bias[i % cols] : 0) : y[i];
+    if (p == 0 || !keeps) expect_normed(z, w, b, out, mean, rstd, rows, cols);
+    Floats grad_z(n), grad_y(n), grad_weight(cols), grad_beta(cols), grad_bias(cols);
+    const bool wants_bias = joins;
+    with_scratch([&](Scratch* scratch) {
+      CALL(layer_norm_backward, grad, keeps ? (const void*)kept.data() : z.data(), keeps, mean,
+           rstd, w, also.if_wanted(has_sum), grad_z, grad_y.if_wanted(p > 0), grad_weight,
+           grad_beta, grad_bias.if_wanted(wants_bias), rows, cols, p, key, scratch);
+    });
+    std::vector<double> sums(cols);
+    for (int64_t i = 0; i < n; i++) sums[i % cols] += grad[i];
+    for (int64_t c = 0; c < cols; c++)
+      expect(near(grad_beta[c], sums[c], 1e-4, rows + 1), "gradient of beta");
+    same.check(out);
+    if (cols > 1) same.check(grad_z), same.check(grad_weight);
+    if (p > 0 && cols > 1) same.check(grad_y);
+    if (wants_bias && cols > 1) same.check(grad_bias);
+  });
+}
+
+}  // namespace
+
+void check_rows(Random& random) {
+  const auto sizes = [&](auto kernel) {
+    const int64_t cols = random.size(600), rows = random.size(cols > 100 ? 40 : 200);
+    kernel(random, rows, cols);
+  };
+  sizes(dropout), sizes(activation), sizes(bf16), sizes(norm);
+}
