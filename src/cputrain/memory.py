@@ -1,8 +1,8 @@
 """Freed memory stays with the process, so that a training step doesn't ask the kernel for the same buffers again.
 
-glibc gives every large block back to the kernel when it is freed, and the next step pays for it once more: a page fault
-and 4 KB of zeros at a time. `keep_freed_memory` tells it to keep them. Nothing has to be preloaded, and a process that
-did preload another allocator is left alone.
+glibc gives large blocks back to the kernel when they are freed, and the next step pays for them once more: a page fault
+and 4 KB of zeros at a time. `keep_freed_memory` tells it to keep them, except for those of 32 MB and more. Nothing has
+to be preloaded, and a process that did preload another allocator is left alone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,20 @@ _MB = 1 << 20
 # From <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 
-# Measured on 2 cores of an Emerald Rapids (glibc 2.36, 4 KB pages): page faults of a training step, and peak memory, of
-# BERT 6x384 with 12x384 tokens.
-#                                   stock              cputrain           cputrain, SQuAD lengths
-#   glibc's own setting             590,000  3.25 GB   79,000  1.51 GB    17,000 - 22,000  1.02 - 1.07 GB
-#   M_MMAP_THRESHOLD = 32 MB (max)  380,000  3.39           1  1.38                11,000  1.04
-#   these                             6,000  3.68           2  1.38                     1  1.03 - 1.06
-# 590,000 faults are 0.9 s of the kernel's time. M_TOP_PAD (1 MB to 2 GB) and huge pages (madvise on the heap) changed
-# nothing that could be told from noise.
+# Blocks of 32 MB and more (logits, a vocabulary's gradient) are mapped and given back at once, although that costs their
+# page faults: they have other sizes in each step, and in a heap that never shrinks they leave holes that the next ones
+# don't fit. Replayed on an AMD EPYC (glibc 2.36, 4 KB pages): the allocations of training with AdamW on 4 - 8 sequences
+# of 64 - 256 tokens. Page faults of a step, peak memory; "live" is the most that was allocated at one time.
+#                                   BERT 6x384, masked LM   SmolLM-135M        live: 923 and 3,609 MB
+#   glibc's own setting             179,000    996 MB       298,000  4,233 MB  (stock's own: 1,478 and 4,943 MB)
+#   these                           179,000  1,000          275,000  4,251
+#   nothing mapped (before)               4  1,717                5  4,474
+#   that, trimmed at 1.1 x live     151,000  1,019
+# Without such blocks a step has no faults: BERT 6x384 for questions, 12x384 tokens (Emerald Rapids), from 79,000 to 1.
 _KEEP = {
-    _MMAP_MAX: 0,  # large blocks come from the heap too
-    _TRIM_THRESHOLD: 2**31 - 1,  # which never shrinks
+    _MMAP_MAX: 65536,
+    _MMAP_THRESHOLD: 32 * _MB,  # the largest that glibc accepts
+    _TRIM_THRESHOLD: 2**31 - 1,  # the heap never shrinks
 }
 # What glibc's own adaptation arrives at in any process that has freed a block of 32 MB, as torch's do.
 _USUAL = {_MMAP_MAX: 65536, _MMAP_THRESHOLD: 32 * _MB, _TRIM_THRESHOLD: 64 * _MB}
