@@ -170,9 +170,9 @@ def report(results: list[Answer], arguments: argparse.Namespace) -> str:
     return (
         "# Peak memory of language models: stock PyTorch against cputrain\n\n"
         f"    python benchmarks/memory.py {' '.join(sys.argv[1:])}\n\n"
-        "Forward, backward and AdamW on 4 – 8 sequences padded to 64 – 256 tokens, others in each step; two processes,\n"
-        "steps in turns. Peak memory of the whole run, above the process before the model; faults and CPU time are\n"
-        "medians of the steps.\n\n"
+        "Forward, backward and AdamW on 4 – 8 sequences padded to 64 – 256 tokens, others in each step; two\n"
+        "processes, steps in turns. Peak memory of the whole run, above the process before the model; faults and\n"
+        "CPU time are medians of the steps.\n\n"
         + table([row(result) for result in results])
         + "\n"
         + facts_table(description() | settings)

@@ -19,16 +19,18 @@ _MB = 1 << 20
 # From <malloc.h>.
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4
 
-# Blocks of 32 MB and more (logits, a vocabulary's gradient) are mapped and given back at once, although that costs their
-# page faults: they have other sizes in each step, and in a heap that never shrinks they leave holes that the next ones
-# don't fit. Replayed on an AMD EPYC (glibc 2.36, 4 KB pages): the allocations of training with AdamW on 4 - 8 sequences
-# of 64 - 256 tokens. Page faults of a step, peak memory; "live" is the most that was allocated at one time.
-#                                   BERT 6x384, masked LM   SmolLM-135M        live: 923 and 3,609 MB
-#   glibc's own setting             179,000    996 MB       298,000  4,233 MB  (stock's own: 1,478 and 4,943 MB)
-#   these                           179,000  1,000          275,000  4,251
-#   nothing mapped (before)               4  1,717                5  4,474
-#   that, trimmed at 1.1 x live     151,000  1,019
-# Without such blocks a step has no faults: BERT 6x384 for questions, 12x384 tokens (Emerald Rapids), from 79,000 to 1.
+# Blocks of 32 MB and more (logits, a vocabulary's gradient) are mapped and given back at once, although that costs
+# their page faults: they have another size in each step, and in a heap that never shrinks they leave holes that the
+# next ones don't fit. The allocations of training on 4 - 8 sequences of 64 - 256 tokens with AdamW, replayed on an AMD
+# EPYC (glibc 2.36, 4 KB pages): page faults of a step (median), peak memory.
+#                                        BERT 6x384, masked LM   SmolLM-135M
+#   allocated at one time, at most                    923 MB              3,609 MB
+#   glibc's own setting                  179,000      994       275,000   4,235     (stock: 1,478 and 4,943 MB)
+#   these                                179,000      993       298,000   4,237
+#   nothing mapped, as it was before           6    1,614            33   4,386
+#   the same, malloc_trim at 1.1 x live  152,000    1,026
+# Models without such blocks have no faults at all: BERT 6x384 for questions, 12x384 tokens, 1 where glibc's own setting
+# has 79,000 (Emerald Rapids).
 _KEEP = {
     _MMAP_MAX: 65536,
     _MMAP_THRESHOLD: 32 * _MB,  # the largest that glibc accepts

@@ -20,7 +20,15 @@ from torch import Tensor, nn
 from cputrain.layers import padded_reads
 from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.leaves import linear_forward
-from cputrain.layers.patch import Patches, parameter_names, transform_obstacle, untouched
+from cputrain.layers.patch import (
+    Patches,
+    arithmetic_of,
+    parameter_names,
+    tensor_obstacle,
+    transform_obstacle,
+    untouched,
+)
+from cputrain.ops.padded_linear import is_worthwhile, padded_linear
 from cputrain.padding import PaddingMask, gather, scatter
 
 
@@ -63,8 +71,21 @@ def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
 
 def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     call = _call.get()
-    product = functools.partial(linear_forward, self, stock)
-    return _on_real_tokens(product, input, None if call is None else call.dropped, 0.0)
+    padding = None if call is None else call.dropped
+    if padding is not None and _is_vocabulary(self, input, padding):
+        rows = gather(input, padding.ragged).squeeze(0)
+        place, positions = padding.ragged.place, padding.batch * padding.length
+        logits = padded_linear(rows, self.weight, self.bias, place, positions, arithmetic_of(self))
+        return logits.view(padding.batch, padding.length, -1)
+    return _on_real_tokens(functools.partial(linear_forward, self, stock), input, padding, 0.0)
+
+
+def _is_vocabulary(head: nn.Linear, x: Tensor, padding: PaddingMask) -> bool:
+    """So large that its logits shouldn't exist twice, not even for a moment."""
+    if x.shape != (padding.batch, padding.length, head.in_features):
+        return False
+    tokens = len(padding.ragged.place)
+    return is_worthwhile(tokens, head.out_features) and tensor_obstacle(x, head.weight, head.bias) is None
 
 
 def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
