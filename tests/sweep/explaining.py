@@ -20,7 +20,7 @@ def parts(rows: list[tuple[str, str, str]]) -> tuple[list[str], list[str]]:
     """The kinds of parts that were replaced, and what runs as stock with its reason; each once, in explain's order."""
     replaced: dict[str, None] = {}
     stock: dict[str, None] = {}
-    for name, kind, what in rows:
+    for _, kind, what in rows:
         kind = kind.split(" × ")[0]
         if what.startswith(_LEFT):
             stock[f"`{kind}`: {what.removeprefix(_LEFT)}"] = None

@@ -22,7 +22,7 @@ from tests.sweep.pixels import number, part_of
 BATCH, LENGTH, TARGET_LENGTH, CHOICES = 3, 20, 9, 2
 LENGTHS = (LENGTH, 13, 6)
 TARGET_LENGTHS = (TARGET_LENGTH, 7, 4)
-SAMPLES = 1600
+SAMPLES = 6400  # 19 frames behind the usual convolutions
 SIDES = ("none", "right", "left")
 
 # "text", "image", "input_features" … with the number of the form that is tried; "image tokens": as many as needed.
@@ -85,7 +85,7 @@ def image_token(model: nn.Module) -> int | None:
 
 
 FORMS = {
-    "text": 1, "image": 4, "input_features": 4, "input_values": 3, "inputs_embeds": 1, "hidden_states": 2,
+    "text": 1, "image": 6, "input_features": 4, "input_values": 3, "inputs_embeds": 1, "hidden_states": 3,
     "pixel_values_videos": 1, "audio_values": 1, "flattened_patches": 1, "past_values": 1, "audio_codes": 1,
     "spectrogram": 1, "inputs": 1, "states": 1,
 }  # fmt: skip
@@ -126,12 +126,17 @@ class Maker:
         elif kind == "image":
             made.arguments |= pixels.images(self, form)
         elif kind in ("inputs_embeds", "hidden_states"):
-            shape = (BATCH, LENGTH, self.width()) if form == 0 else (16, self.width())
-            made.arguments[kind] = self.numbers(*shape)
+            shapes = [(BATCH, LENGTH, self.width()), (16, self.width()), (16, pixels.values_of_a_patch(self.config))]
+            made.arguments[kind] = self.numbers(*shapes[form])
             if form == 0:
                 self.masks(made, padding_mask(LENGTHS, self.side))
         else:
             made.arguments[kind] = getattr(self, f"_{kind}")(form)
+        if kind == "input_features" and "input_features_mask" in self.names:
+            value = made.arguments[kind]
+            made.arguments["input_features_mask"] = torch.ones(
+                BATCH, value.shape[1 if form == 1 else -1], dtype=torch.long
+            )
 
     def text(self, made: Inputs, image_tokens: int = 0) -> None:
         mask = padding_mask(LENGTHS, self.side)
@@ -281,6 +286,8 @@ def _actions(maker: Maker, name: str, default: int) -> Tensor:
 
 # What some models need beside their main input.
 _EXTRAS: dict[str, Callable[[Maker], Any]] = {
+    "grid_thw": lambda maker: torch.tensor([pixels.GRID]),
+    "qformer_input_ids": lambda maker: maker.tokens(BATCH, LENGTH),
     "image": lambda maker: maker.numbers(BATCH, 3, 32, 32),
     "query_embeds": lambda maker: maker.numbers(BATCH, 8, maker.width()),
     "past_observed_mask": lambda maker: torch.ones_like(_series(maker)),

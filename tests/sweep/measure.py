@@ -56,6 +56,9 @@ def weighed(outputs: dict[str, Tensor], inputs: Inputs, seed: int) -> Tensor:
 
 def run(model: nn.Module, inputs: Inputs, *, training: bool, seed: int) -> Result:
     model.train(training)
+    for module in model.modules():  # of three values a batch's statistics are chaos
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            module.eval()
     model.zero_grad(set_to_none=True)
     seed_everything(seed)
     arguments = copy.deepcopy(inputs.arguments)

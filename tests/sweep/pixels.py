@@ -43,8 +43,16 @@ def _size(config: Any, vision: Any) -> tuple[int, int]:
     return (size, size) if isinstance(size, int) else tuple(size)[-2:]
 
 
+def values_of_a_patch(config: Any) -> int:
+    vision = _vision(config)
+    patch = number(vision, "patch_size", default=8)
+    return _channels(vision) * patch * patch * number(vision, "temporal_patch_size", default=1)
+
+
 def images(maker: Maker, form: int) -> dict[str, Tensor]:
-    """A batch: of images, of videos, of larger images, of wide images."""
+    """A batch: of images, of videos, of larger images, of wide images; or an image as patches."""
+    if form > 3:
+        return one_image(maker, form - 2)
     vision = _vision(maker.config)
     channels, size = _channels(vision), _size(maker.config, vision)
     frames = number(vision, "num_frames", default=2)
@@ -73,11 +81,10 @@ def one_image(maker: Maker, form: int) -> dict[str, Any]:
         sizes = {"image_sizes": torch.tensor([size])} if "image_sizes" in maker.names else {}
         return {"pixel_values": maker.numbers(*shape)} | sizes
     patch = number(vision, "patch_size", default=8)
-    values = channels * patch * patch * number(vision, "temporal_patch_size", default=1)
     grid = GRID if form == 2 else GRID[1:]
     name = next(
         (n for n in ("image_grid_thw", "image_grid_hws", "grid_thw", "spatial_shapes") if n in maker.names), None
     )
     grids = {} if name is None else {name: torch.tensor([grid])}
-    shape = (16, values) if form == 2 else (16, channels, patch, patch)
+    shape = (16, values_of_a_patch(maker.config)) if form == 2 else (16, channels, patch, patch)
     return {"pixel_values": maker.numbers(*shape)} | grids
