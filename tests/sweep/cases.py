@@ -87,15 +87,15 @@ class Pristine:
 def build(case: Case, dropout: bool = False) -> nn.Module:
     measure.seed_everything(case.seed)
     try:
-        config = shrink.shrunken(case.model, case.square, dropout)
+        size = shrink.SMALL.square() if case.square else shrink.SMALL
+        config = shrink.shrunken(case.model, size, dropout=dropout)
         model = classes.load(case.model, case.kind)(config)
     except Exception as error:
         raise NotBuilt(_told(error)) from error
     if sum(p.numel() for p in model.parameters()) > 40e6:
         raise NotBuilt("still larger than 40 million parameters")
     weights.randomise(model, case.seed)
-    if not dropout:
-        weights.switch_dropout_off(model)
+    weights.switch_dropout_off(model, layers_only=dropout)
     return model
 
 

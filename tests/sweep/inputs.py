@@ -18,11 +18,33 @@ from torch import Tensor, nn
 from tests.sweep import pixels
 from tests.sweep.pixels import number, part_of
 
-# No two of these are alike, and none is like a width in shrink.py, so that an output's shape tells what it is of.
-BATCH, LENGTH, TARGET_LENGTH, CHOICES = 3, 20, 9, 2
-LENGTHS = (LENGTH, 13, 6)
-TARGET_LENGTHS = (TARGET_LENGTH, 7, 4)
-SAMPLES = 6400  # 19 frames behind the usual convolutions
+CHOICES = 2
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many sequences, how long each is, how long its target is; how much sound, and the sides of an image."""
+
+    lengths: tuple[int, ...] = (20, 13, 6)
+    target_lengths: tuple[int, ...] = (9, 7, 4)
+    samples: int = 6400  # 19 frames behind the usual convolutions
+    image: int = 32
+
+    @property
+    def batch(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def length(self) -> int:
+        return max(self.lengths)
+
+    @property
+    def target_length(self) -> int:
+        return max(self.target_lengths)
+
+
+# No two of its numbers are alike, and none is like a width in shrink.py: an output's shape tells what it is of.
+SHORT = Shape()
 SIDES = ("none", "right", "left")
 
 # "text", "image", "input_features" … with the number of the form that is tried; "image tokens": as many as needed.
@@ -94,8 +116,8 @@ FORMS = {
 class Maker:
     """Inputs for one model; every call with the same seed gives the same."""
 
-    def __init__(self, model: nn.Module, side: str, seed: int) -> None:
-        self.model, self.side = model, side
+    def __init__(self, model: nn.Module, side: str, seed: int, shape: Shape = SHORT) -> None:
+        self.model, self.side, self.shape = model, side, shape
         self.config: Any = model.config
         self.names = names_of(model)
         self.generator = torch.Generator().manual_seed(seed)
@@ -126,40 +148,44 @@ class Maker:
         elif kind == "image":
             made.arguments |= pixels.images(self, form)
         elif kind in ("inputs_embeds", "hidden_states"):
-            shapes = [(BATCH, LENGTH, self.width()), (16, self.width()), (16, pixels.values_of_a_patch(self.config))]
+            shapes = [
+                (self.shape.batch, self.shape.length, self.width()),
+                (16, self.width()),
+                (16, pixels.values_of_a_patch(self.config)),
+            ]
             made.arguments[kind] = self.numbers(*shapes[form])
             if form == 0:
-                self.masks(made, padding_mask(LENGTHS, self.side))
+                self.masks(made, padding_mask(self.shape.lengths, self.side))
         else:
             made.arguments[kind] = getattr(self, f"_{kind}")(form)
         if kind == "input_features" and "input_features_mask" in self.names:
             value = made.arguments[kind]
             made.arguments["input_features_mask"] = torch.ones(
-                BATCH, value.shape[1 if form == 1 else -1], dtype=torch.long
+                self.shape.batch, value.shape[1 if form == 1 else -1], dtype=torch.long
             )
 
     def text(self, made: Inputs, image_tokens: int = 0) -> None:
-        mask = padding_mask(LENGTHS, self.side)
+        mask = padding_mask(self.shape.lengths, self.side)
         if self.choices:
-            mask = mask[:, None].expand(BATCH, CHOICES, LENGTH).contiguous()
+            mask = mask[:, None].expand(self.shape.batch, CHOICES, self.shape.length).contiguous()
         ids = self.tokens(*mask.shape)
         if self.side != "none":
             pad = getattr(self.config, "pad_token_id", None)
             ids = ids if pad is None or pad < 0 else ids.masked_fill(mask == 0, pad)
-        if image_tokens > LENGTH - 2:
+        if image_tokens > self.shape.length - 2:
             raise ValueError(f"an image of {image_tokens} tokens is longer than the text")
         if image_tokens:
             ids[0, 1 : 1 + image_tokens] = image_token(self.model)
         if "mm_token_type_ids" in self.names:
             made.arguments["mm_token_type_ids"] = (ids == image_token(self.model)).long()
         if self.classifies_by_eos:  # stock reads the hidden state of the last eos, and wants as many in every row
-            last = (mask * torch.arange(LENGTH)).argmax(1)
-            ids[torch.arange(BATCH), last] = self.config.eos_token_id
+            last = (mask * torch.arange(self.shape.length)).argmax(1)
+            ids[torch.arange(self.shape.batch), last] = self.config.eos_token_id
         made.arguments["input_ids"] = ids
         self.masks(made, mask)
 
     def masks(self, made: Inputs, mask: Tensor) -> None:
-        made.real[(mask.numel() // LENGTH, LENGTH)] = mask.reshape(-1, LENGTH).bool()
+        made.real[(mask.numel() // self.shape.length, self.shape.length)] = mask.reshape(-1, self.shape.length).bool()
         if self.side != "none" and "attention_mask" in self.names:
             made.arguments["attention_mask"] = mask
         if "token_type_ids" in self.names:
@@ -177,9 +203,9 @@ class Maker:
     def decoder(self, made: Inputs) -> None:
         if "decoder_input_ids" not in self.names or self.classifies_by_eos:
             return
-        mask = padding_mask(TARGET_LENGTHS, "right" if self.side == "left" else self.side)
-        made.arguments["decoder_input_ids"] = self.tokens(BATCH, TARGET_LENGTH)
-        made.real[(BATCH, TARGET_LENGTH)] = mask.bool()
+        mask = padding_mask(self.shape.target_lengths, "right" if self.side == "left" else self.side)
+        made.arguments["decoder_input_ids"] = self.tokens(self.shape.batch, self.shape.target_length)
+        made.real[(self.shape.batch, self.shape.target_length)] = mask.bool()
         if self.side != "none" and "decoder_attention_mask" in self.names:
             made.arguments["decoder_attention_mask"] = mask
 
@@ -220,23 +246,34 @@ class Maker:
             default=80,
         )  # fmt: skip
         frames = 2 * number(audio, "max_source_positions", default=32)
-        shapes = [(BATCH, bins, frames), (BATCH, 64, bins), (BATCH, bins, 64), (BATCH, 1, 64, bins)]
+        shapes = [
+            (self.shape.batch, bins, frames),
+            (self.shape.batch, 64, bins),
+            (self.shape.batch, bins, 64),
+            (self.shape.batch, 1, 64, bins),
+        ]
         return self.numbers(*shapes[form])
 
     def _input_values(self, form: int) -> Tensor:
         bins = number(self.config, "num_mel_bins", default=80)
-        shapes = [(BATCH, SAMPLES), (BATCH, 1, SAMPLES), (BATCH, number(self.config, "max_length", default=64), bins)]
+        shapes = [
+            (self.shape.batch, self.shape.samples),
+            (self.shape.batch, 1, self.shape.samples),
+            (self.shape.batch, number(self.config, "max_length", default=64), bins),
+        ]
         return self.numbers(*shapes[form])
 
     def _audio_values(self, form: int) -> Tensor:
-        return self.numbers(BATCH, 1, SAMPLES)
+        return self.numbers(self.shape.batch, 1, self.shape.samples)
 
     def _audio_codes(self, form: int) -> Tensor:
         books = number(self.config, "num_quantizers", "n_codebooks", "num_codebooks", default=2)
-        return self.integers(0, 16, (BATCH, books, LENGTH))
+        return self.integers(0, 16, (self.shape.batch, books, self.shape.length))
 
     def _spectrogram(self, form: int) -> Tensor:
-        return self.numbers(BATCH, LENGTH, number(self.config, "model_in_dim", "num_mel_bins", default=80))
+        return self.numbers(
+            self.shape.batch, self.shape.length, number(self.config, "model_in_dim", "num_mel_bins", default=80)
+        )
 
     def _pixel_values_videos(self, form: int) -> Tensor:
         return pixels.images(self, 1)["pixel_values"]
@@ -245,21 +282,21 @@ class Maker:
         vision = part_of(self.config, "vision_config") or self.config
         width = number(vision, "patch_embed_hidden_size", default=64)
         places = torch.cartesian_prod(torch.arange(1, 5), torch.arange(1, 5)).float()
-        patches = self.numbers(BATCH, 16, width)
-        return torch.cat([places[None].expand(BATCH, 16, 2), patches], -1)
+        patches = self.numbers(self.shape.batch, 16, width)
+        return torch.cat([places[None].expand(self.shape.batch, 16, 2), patches], -1)
 
     def _past_values(self, form: int) -> Tensor:
         past = number(self.config, "context_length", default=12) + max(
             getattr(self.config, "lags_sequence", None) or [0]
         )
         channels = number(self.config, "num_input_channels", "input_size", default=1)
-        return self.numbers(BATCH, past, channels) if channels > 1 else self.numbers(BATCH, past)
+        return self.numbers(self.shape.batch, past, channels) if channels > 1 else self.numbers(self.shape.batch, past)
 
     def _inputs(self, form: int) -> Tensor:
-        return self.numbers(BATCH, LENGTH, self.width())
+        return self.numbers(self.shape.batch, self.shape.length, self.width())
 
     def _states(self, form: int) -> Tensor:
-        return self.numbers(BATCH, LENGTH, number(self.config, "state_dim", default=17))
+        return self.numbers(self.shape.batch, self.shape.length, number(self.config, "state_dim", default=17))
 
 
 def _special_tokens(config: Any) -> Iterator[int]:
@@ -273,7 +310,11 @@ def _special_tokens(config: Any) -> Iterator[int]:
 def _series(maker: Maker, features: int | None = None, future: bool = False) -> Tensor:
     past = number(maker.config, "context_length", default=12) + max(getattr(maker.config, "lags_sequence", None) or [0])
     length = number(maker.config, "prediction_length", default=6) if future else past
-    return maker.numbers(BATCH, length) if features is None else maker.numbers(BATCH, length, features)
+    return (
+        maker.numbers(maker.shape.batch, length)
+        if features is None
+        else maker.numbers(maker.shape.batch, length, features)
+    )
 
 
 def _time_features(maker: Maker) -> int:
@@ -281,21 +322,21 @@ def _time_features(maker: Maker) -> int:
 
 
 def _actions(maker: Maker, name: str, default: int) -> Tensor:
-    return maker.numbers(BATCH, LENGTH, number(maker.config, name, default=default))
+    return maker.numbers(maker.shape.batch, maker.shape.length, number(maker.config, name, default=default))
 
 
 # What some models need beside their main input.
 _EXTRAS: dict[str, Callable[[Maker], Any]] = {
     "grid_thw": lambda maker: torch.tensor([pixels.GRID]),
-    "qformer_input_ids": lambda maker: maker.tokens(BATCH, LENGTH),
-    "image": lambda maker: maker.numbers(BATCH, 3, 32, 32),
-    "query_embeds": lambda maker: maker.numbers(BATCH, 8, maker.width()),
+    "qformer_input_ids": lambda maker: maker.tokens(maker.shape.batch, maker.shape.length),
+    "image": lambda maker: maker.numbers(maker.shape.batch, 3, maker.shape.image, maker.shape.image),
+    "query_embeds": lambda maker: maker.numbers(maker.shape.batch, 8, maker.width()),
     "past_observed_mask": lambda maker: torch.ones_like(_series(maker)),
     "past_time_features": lambda maker: _series(maker, _time_features(maker)),
     "future_time_features": lambda maker: _series(maker, _time_features(maker), future=True),
     "future_values": lambda maker: _series(maker, future=True),
     "actions": lambda maker: _actions(maker, "act_dim", 4),
-    "rewards": lambda maker: maker.numbers(BATCH, LENGTH, 1),
-    "returns_to_go": lambda maker: maker.numbers(BATCH, LENGTH, 1),
-    "timesteps": lambda maker: torch.arange(LENGTH).expand(BATCH, LENGTH),
+    "rewards": lambda maker: maker.numbers(maker.shape.batch, maker.shape.length, 1),
+    "returns_to_go": lambda maker: maker.numbers(maker.shape.batch, maker.shape.length, 1),
+    "timesteps": lambda maker: torch.arange(maker.shape.length).expand(maker.shape.batch, maker.shape.length),
 }

@@ -1,6 +1,7 @@
 """What the name of a setting doesn't tell about how small it may be, by model type; a dot leads into a sub-config.
 
 Settings under "default" are given to the configuration before it is shrunk; COMPUTED ones it works out itself.
+A function gets the Size.
 """
 
 from __future__ import annotations
@@ -15,22 +16,30 @@ _RESNET = {
 }  # fmt: skip
 _WITH_RESNET = {"use_timm_backbone": False, "backbone": None, "backbone_config": _RESNET, "backbone_kwargs": None}
 _SERIES = {"prediction_length": 6, "context_length": 12, "lags_sequence": [1, 2, 3], "feature_size": COMPUTED}
-_SECTIONS = {"rope_parameters.mrope_section": [2, 3, 3]}
-_TEXT_SECTIONS = {"text_config.rope_parameters.mrope_section": [2, 3, 3]}
+_SPARSE = {"block_size": lambda size: 2 if size.block < 16 else size.block, "num_random_blocks": 1}
+_HEAD = {"head_dim": lambda size: size.head}
+
+
+def _thirds(size: Any) -> list[int]:
+    """How many of a head's frequencies count frames, rows and columns."""
+    return [size.head // 8, size.head * 3 // 16, size.head * 3 // 16]
+
+
+_SECTIONS = {"rope_parameters.mrope_section": _thirds}
+_TEXT_SECTIONS = {"text_config.rope_parameters.mrope_section": _thirds}
 _HALF_SECTIONS = {"rope_parameters.mrope_section": [1, 1, 2]}
-_HEAD = {"head_dim": 16}
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 16}
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "autoformer": _SERIES,
     "bamba": _MAMBA,
-    "big_bird": {"block_size": 2, "num_random_blocks": 1},
-    "bigbird_pegasus": {"block_size": 2, "num_random_blocks": 1},
+    "big_bird": _SPARSE,
+    "bigbird_pegasus": _SPARSE,
     "bit": {"num_groups": 4},
     "blip-2": {"image_token_id": 100, "num_query_tokens": 8},
     "bros": dict.fromkeys(("dim_bbox_sinusoid_emb_2d", "dim_bbox_sinusoid_emb_1d", "dim_bbox_projection"), COMPUTED),
     "chameleon": {"vocabulary_map": {"<image>": 100}},
-    "colqwen2": {"vlm_config.text_config.rope_parameters.mrope_section": [2, 3, 3]},
+    "colqwen2": {"vlm_config.text_config.rope_parameters.mrope_section": _thirds},
     "conditional_detr": _WITH_RESNET,
     "dab-detr": _WITH_RESNET,
     "deepseek_v2": {"num_experts_per_tok": 2, "n_routed_experts": 4},
@@ -54,7 +63,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "hunyuan_v1_dense": _HEAD,
     "hunyuan_v1_moe": _HEAD,
     "hunyuan_vl_text": _HEAD,
-    "hunyuan_vl": {"text_config.head_dim": 16},
+    "hunyuan_vl": {"text_config.head_dim": lambda size: size.head},
     "informer": _SERIES,
     "instructblip": {"image_token_id": 100, "num_query_tokens": 8},
     "instructblipvideo": {"video_token_id": 100, "num_query_tokens": 8},
@@ -71,5 +80,4 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [4, 5], "num_buckets": 4},
     "table-transformer": _WITH_RESNET,
     "time_series_transformer": _SERIES,
-    "xlnet": {"d_head": 16},
 }

@@ -7,12 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from tests.sweep.shrink import IMAGE
-
 if TYPE_CHECKING:
     from tests.sweep.inputs import Maker
 
-BATCH = 3
 GRID = (1, 4, 4)  # frames, rows and columns of patches
 
 
@@ -36,8 +33,8 @@ def _channels(vision: Any) -> int:
     return number(vision, "num_channels", "in_channels", "in_chans", default=3)
 
 
-def _size(config: Any, vision: Any) -> tuple[int, int]:
-    size = getattr(vision, "image_size", None) or getattr(config, "image_size", None) or IMAGE
+def _size(maker: Maker, vision: Any) -> tuple[int, int]:
+    size = getattr(vision, "image_size", None) or getattr(maker.config, "image_size", None) or maker.shape.image
     if isinstance(size, dict):
         return size["height"], size["width"]
     return (size, size) if isinstance(size, int) else tuple(size)[-2:]
@@ -54,10 +51,11 @@ def images(maker: Maker, form: int) -> dict[str, Tensor]:
     if form > 3:
         return one_image(maker, form - 2)
     vision = _vision(maker.config)
-    channels, size = _channels(vision), _size(maker.config, vision)
+    channels, size = _channels(vision), _size(maker, vision)
     frames = number(vision, "num_frames", default=2)
-    shapes = [(channels, *size), (frames, channels, *size), (channels, 64, 64), (channels, 2 * IMAGE, 4 * IMAGE)]
-    return {"pixel_values": maker.numbers(BATCH, *shapes[form])}
+    side = 2 * maker.shape.image
+    shapes = [(channels, *size), (frames, channels, *size), (channels, side, side), (channels, side, 2 * side)]
+    return {"pixel_values": maker.numbers(maker.shape.batch, *shapes[form])}
 
 
 def token_count(model: nn.Module, arguments: dict[str, Any]) -> int:
@@ -75,7 +73,7 @@ def token_count(model: nn.Module, arguments: dict[str, Any]) -> int:
 def one_image(maker: Maker, form: int) -> dict[str, Any]:
     """For a model that has image tokens in its text: as a batch of one, in tiles, or as patches with their grid."""
     vision = _vision(maker.config)
-    channels, size = _channels(vision), _size(maker.config, vision)
+    channels, size = _channels(vision), _size(maker, vision)
     if form < 2:
         shape = (1, channels, *size) if form == 0 else (1, 1, channels, *size)
         sizes = {"image_sizes": torch.tensor([size])} if "image_sizes" in maker.names else {}

@@ -7,7 +7,9 @@ and the configuration is built again from the dictionary. `OVERRIDES` has what a
 from __future__ import annotations
 
 import copy
+import math
 import re
+from dataclasses import dataclass, replace
 from typing import Any
 
 from transformers import PretrainedConfig
@@ -15,12 +17,47 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.sweep.overrides import COMPUTED, OVERRIDES
 
-HIDDEN, HEADS, KEY_VALUE_HEADS, HEAD_SIZE, LAYERS, VOCABULARY = 64, 4, 2, 16, 2, 120
-MIDDLE = 96  # of the feed-forward; the square variant has HIDDEN
-RANK = 32
-POSITIONS = 128
-IMAGE, PATCH = 32, 8
-LABELS = 5
+
+@dataclass(frozen=True)
+class Size:
+    """How large a model is made; settings that are smaller already stay."""
+
+    hidden: int = 64
+    heads: int = 4
+    key_value_heads: int = 2
+    head: int = 16
+    layers: int = 2
+    middle: int = 96  # of the feed-forward
+    ratio: float = 1.5  # the same, where it is given so
+    vocabulary: int = 120
+    codes: int = 64
+    rank: int = 32
+    positions: int = 128
+    image: int = 32
+    patch: int = 8
+    window: int = 8  # of tokens
+    image_window: int = 4
+    staged_window: int = 2  # in models of four stages, each of which halves the image; the last has one window
+    staged_image: int = 64
+    block: int = 4
+    experts: int = 4
+    chosen_experts: int = 2
+    shared_experts: int = 1
+    groups: int = 1
+    queries: int = 10
+    nothing: int = 0
+
+    def square(self) -> Size:
+        """Its feed-forwards are as wide inside as outside."""
+        return replace(self, middle=self.hidden, ratio=1.0)
+
+
+SMALL = Size()
+# 4 × 128 tokens of hidden size 384, as the floor for speed is stated: tests/model_zoo.py has the same.
+FOR_SPEED = Size(
+    hidden=384, heads=12, key_value_heads=4, head=32, middle=1536, ratio=4.0, vocabulary=1000, rank=128, positions=144,
+    image=176, patch=16, window=64, image_window=7, staged_window=7, staged_image=224, block=16, queries=100,
+)  # fmt: skip
 
 _NOT_ARGUMENTS = {"transformers_version", "architectures", "stage_names", "label2id", "id2label", "_name_or_path"}
 _LAYER_LISTS = re.compile(
@@ -31,48 +68,45 @@ _LAYER_LISTS = re.compile(
 _IN_PARTS = ("head_dim", "num_key_value_heads", "num_attention_heads", "intermediate_size", "hidden_size")
 _LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth")
 
-# The first name that matches decides; a function gets the old value.
-Rule = tuple[str, Any]
-_INTEGERS: list[Rule] = [
-    (r"type_vocab_size|.*_type_vocab_size", None),
-    (r".*codebook_size|num_embeddings", lambda old: min(old, 64)),
-    (r".*vocab_size.*|.*_vocab", lambda old: min(old, VOCABULARY)),
-    (r".*(key_value|kv)_(heads|head_num)|n_head_kv|num_kv_heads|multi_query_group_num", KEY_VALUE_HEADS),
-    (r".*_?heads?|.*num_heads|n_head|.*attention_heads|.*num_attention_heads.*", lambda old: min(old, HEADS)),
-    (r"num_kv_shared_layers|num_hash_layers|num_nextn_predict_layers|first_k_dense_replace", lambda old: min(old, 0)),
+# The first name that matches decides which field of Size takes the setting's place; None leaves it.
+Rule = tuple[str, str | None]
+_RULES: list[Rule] = [
+    (r".*type_vocab_size", None),
+    (r".*codebook_size|num_embeddings", "codes"),
+    (r".*vocab_size.*|.*_vocab", "vocabulary"),
+    (r".*(key_value|kv)_(heads|head_num)|n_head_kv|multi_query_group_num", "key_value_heads"),
+    (r"d_head", "head"),
+    (r".*_?heads?|.*num_attention_heads.*", "heads"),
+    (r"num_kv_shared_layers|num_hash_layers|num_nextn_predict_layers|first_k_dense_replace", "nothing"),
     (r"num_feat_extract_layers|num_adapter_layers|num_residual_layers", None),
-    (r".*num_.*layers|.*n_layers?|.*_layers|depth|.*_depth|num_blocks|.*num_.*_blocks", lambda old: min(old, LAYERS)),
-    (r".*intermediate.*size|.*ffn_.*dim|.*ffn_.*size|d_ff|n_inner|mlp_dim|.*mlp_.*size|.*feedforward_dim", "middle"),
-    (r".*_dim_feedforward|dim_feedforward|decoder_ffn_dim|encoder_ffn_dim|ffn_dim|ffn_hidden_size", "middle"),
-    (r".*(kv|q|o|out)_lora_rank|.*_rank", lambda old: min(old, RANK)),
-    (r"qk_head_dim", 2 * HEAD_SIZE),
-    (r".*head_dim|dim_head|d_kv|d_k|d_v|.*head_size|.*kv_channels", "head"),
-    (r"rotary_dim", lambda old: min(old, HEAD_SIZE)),
-    (r".*experts_per_tok.*|.*moe_topk|.*moe_k|num_selected_experts|.*num_experts_per_token|.*experts_topk", "top"),
-    (r".*shared_experts", lambda old: min(old, 1)),
-    (r".*experts.*", lambda old: min(old, 4)),
-    (r"n_group|topk_group", 1),
+    (r".*num_.*layers|.*n_layers?|.*_layers|depth|.*_depth|num_blocks|.*num_.*_blocks", "layers"),
+    (r".*intermediate.*size|.*ffn_.*(dim|size)|d_ff|n_inner|mlp_dim|.*mlp_.*size|.*feedforward_dim", "middle"),
+    (r".*dim_feedforward|ffn_dim", "middle"),
+    (r"mlp_ratio|.*mlp_ratio|.*expansion_ratio", "ratio"),
+    (r".*_rank", "rank"),
+    (r".*head_dim|dim_head|d_kv|d_k|d_v|.*head_size|.*kv_channels|rotary_dim", "head"),
+    (r".*experts_per_tok.*|.*moe_topk|.*moe_k|num_selected_experts|.*experts_topk", "chosen_experts"),
+    (r".*shared_experts", "shared_experts"),
+    (r".*experts.*", "experts"),
+    (r"n_group|topk_group", "groups"),
     (r".*(hidden|model|embed|embd|emb|embedding|projection|proj|output|latent|context|cond|query|key|value|text|vision|"
      r"audio|input|inner|attention|fpn|neck|fusion|state|channel)s?_(size|dim|dims|width|channels)|.*d_model|n_embd|dim|"
-     r"width|.*_dim|.*_width|.*hidden_size.*|.*channels", lambda old: min(old, HIDDEN)),
-    (r".*max_.*position.*|n_positions|n_ctx|max_seq_len.*|seq_length|max_sequence_length|.*max_seq_len", "positions"),
-    (r".*image_size|img_size|input_size", lambda old: IMAGE if old > IMAGE else old),
-    (r".*patch_size|encoder_stride", lambda old: PATCH if old > PATCH else old),
-    (r"window_size|local_window_size", lambda old: 4 if old > 4 else old),
-    (r"sliding_window|attention_window|window|.*_window|local_attention|attention_chunk_size", lambda old: min(old, 8)),
-    (r"num_queries|num_object_queries|.*_num_points|train_num_points", lambda old: min(old, 10)),
-    (r"block_size|chunk_size|.*chunk_length|.*_chunk_size", lambda old: min(old, 4)),
-    (r"num_labels", LABELS),
+     r"width|.*_dim|.*_width|.*hidden_size.*|.*channels", "hidden"),
+    (r".*max_.*position.*|n_positions|n_ctx|.*max_seq_len.*|seq_length|max_sequence_length", "positions"),
+    (r".*image_size|img_size|input_size", "image"),
+    (r".*patch_size|encoder_stride", "patch"),
+    (r"window_size|local_window_size", "image_window"),
+    (r"sliding_window|attention_window|.*window|local_attention|attention_chunk_size", "window"),
+    (r"num_queries|num_object_queries|.*_num_points", "queries"),
+    (r"block_size|chunk_size|.*chunk_length|.*_chunk_size", "block"),
 ]  # fmt: skip
-_FLOATS: list[Rule] = [(r"mlp_ratio|.*mlp_ratio|.*expansion_ratio", "ratio")]
 _TOKEN = re.compile(r".*token_id|.*token_index|.*_token_ids?|.*token_idx")
 
 
 class _Shrinker:
-    def __init__(self, square: bool) -> None:
-        self.middle = HIDDEN if square else MIDDLE
-        self.ratio = 1.0 if square else 1.5
-        self.next_token = VOCABULARY - 1
+    def __init__(self, size: Size) -> None:
+        self.size = size
+        self.next_token = size.vocabulary - 1
 
     def config(self, old: dict[str, Any]) -> dict[str, Any]:
         new = {name: self.value(name, value) for name, value in old.items() if name not in _NOT_ARGUMENTS}
@@ -83,7 +117,7 @@ class _Shrinker:
         if "depths" in new:  # stages with layers of their own; their number stays
             new = {key: value for key, value in new.items() if key not in _LAYERS or key == "depth"}
             if isinstance(new.get("window_size"), int) and "image_size" in new:  # no stage may be smaller than a window
-                new |= {"window_size": 2, "image_size": 2 * IMAGE}
+                new |= {"window_size": self.size.staged_window, "image_size": self.size.staged_image}
         elif name is not None:
             _cut_stages(new, name)
             self.cut_lists(old, new, old[name], new[name])
@@ -103,10 +137,8 @@ class _Shrinker:
             return self.config(old) if "model_type" in old else self.dictionary(name, old)
         if isinstance(old, bool) or old is None:
             return old
-        if isinstance(old, int):
-            return self.token(old) if _TOKEN.fullmatch(name) else self.integer(name, old)
-        if isinstance(old, float):
-            return self.by_rule(_FLOATS, name, old)
+        if isinstance(old, (int, float)):
+            return self.token(old) if _TOKEN.fullmatch(name) else self.number(name, old)
         if isinstance(old, (list, tuple)) and old and all(type(x) is int for x in old):
             return self.integers(name, list(old))
         return old
@@ -118,32 +150,26 @@ class _Shrinker:
         }
         section = new.get("mrope_section")
         if section:
-            new["mrope_section"] = _sections(section, HEAD_SIZE // 2)
+            new["mrope_section"] = sections(section, self.size.head // 2)
         return new
 
     def token(self, old: int) -> int:
-        if old < VOCABULARY:
+        if old < self.size.vocabulary:
             return old
         self.next_token -= 1
         return self.next_token
 
-    def integer(self, name: str, old: int) -> int:
-        return self.by_rule(_INTEGERS, name, old) if old > 0 else old
-
-    def by_rule(self, rules: list[Rule], name: str, old: Any) -> Any:
-        for pattern, new in rules:
-            if re.fullmatch(pattern, name):
-                return self.filled(new, old)
-        return old
-
-    def filled(self, new: Any, old: Any) -> Any:
-        if new is None:
+    def number(self, name: str, old: float) -> float:
+        field = next((field for pattern, field in _RULES if re.fullmatch(pattern, name)), None)
+        if field is None or old <= 0:
             return old
-        if callable(new):
-            return new(old)
-        named = {"middle": self.middle, "ratio": self.ratio, "head": min(old, HEAD_SIZE), "top": min(old, 2)}
-        named["positions"] = min(old, POSITIONS)
-        return named.get(new, new) if isinstance(new, str) else new
+        if field == "ratio":
+            return self.size.ratio if isinstance(old, float) else math.ceil(self.size.ratio)
+        if isinstance(old, float):
+            return old
+        if name == "qk_head_dim":  # a part with positions and one without
+            return 2 * self.size.head
+        return old if old <= getattr(SMALL, field) and field != "middle" else getattr(self.size, field)
 
     def integers(self, name: str, old: list[int]) -> list[int]:
         if re.fullmatch(r"depths|.*_depths|layers|num_blocks|stage_num_blocks|blocks_per_stage", name):
@@ -153,9 +179,9 @@ class _Shrinker:
         if re.fullmatch(r"(stage|stem|(en|de)coder_in|mid).*channels", name):  # by one factor: they follow one another
             return [x if x <= 3 else max(8, x // 4) for x in old]
         if len(set(old)) == 1:
-            return [self.integer(name, x) for x in old]
-        first = self.integer(name.removesuffix("s"), old[0]) if old[0] > 0 else old[0]
-        first = HEADS if "heads" in name and old[0] > 1 else first
+            return [self.number(name, x) for x in old]
+        first = self.number(name.removesuffix("s"), old[0]) if old[0] > 0 else old[0]
+        first = self.size.heads if "heads" in name and old[0] > 1 else first
         if (
             re.search(r"size|dim|channels|heads", name)
             and old[0] > 0
@@ -182,22 +208,22 @@ def _kinds_kept(values: list, layers: int) -> list:
     return [*kinds, *values][:layers] if len(kinds) >= layers else values[:layers]
 
 
-def _sections(section: list[int], total: int) -> list[int]:
+def sections(section: list[int], total: int) -> list[int]:
     """Split in the same number of parts, in order of size, with the given sum."""
     parts = [max(1, x * total // sum(section)) for x in section]
     parts[0] += total - sum(parts)
     return parts
 
 
-def shrunken(model_type: str, square: bool = False, dropout: bool = False) -> PretrainedConfig:
+def shrunken(model_type: str, size: Size = SMALL, *, dropout: bool = False) -> PretrainedConfig:
     kind = CONFIG_MAPPING[model_type]
     default = kind(**copy.deepcopy(OVERRIDES.get(model_type, {}).get("default", {})))
-    settings = _Shrinker(square).config(default.to_dict())
+    settings = _Shrinker(size).config(default.to_dict())
     settings.pop("model_type", None)
     settings = _with_dropout(settings, dropout)
     for path, value in OVERRIDES.get(model_type, {}).items():
         if path != "default":
-            _put(settings, path.split("."), value)
+            _put(settings, path.split("."), value(size) if callable(value) else value)
     config = kind(**settings)
     for part in (config, *map(config.__getattribute__, _text_parts(config))):  # classifiers look for it
         if getattr(part, "pad_token_id", None) is None:

@@ -133,8 +133,8 @@ def test_no_parameter_of_a_randomised_model_is_constant():
 
 
 def test_square_and_other_feed_forwards():
-    assert shrink.shrunken("bert", square=True).intermediate_size == shrink.shrunken("bert").hidden_size
-    assert shrink.shrunken("bert", square=False).intermediate_size != shrink.shrunken("bert").hidden_size
+    square, other = shrink.shrunken("bert", shrink.SMALL.square()), shrink.shrunken("bert")
+    assert square.intermediate_size == square.hidden_size == other.hidden_size != other.intermediate_size
 
 
 def test_state_knows_every_tensor():

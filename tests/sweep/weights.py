@@ -24,9 +24,10 @@ def _random_like(old: Tensor, generator: torch.Generator) -> Tensor:
     return noise * fan_in**-0.5
 
 
-def switch_dropout_off(model: nn.Module) -> None:
-    """In modules: what the configuration doesn't set, and rates that a module has taken from it."""
+def switch_dropout_off(model: nn.Module, *, layers_only: bool) -> None:
+    """Rates that modules have of their own. Whole layers are never dropped: stock and ours would drop other ones."""
     for module in model.modules():
         for name, value in vars(module).items():
-            if ("drop" in name or (name == "p" and "Drop" in type(module).__name__)) and type(value) is float:
+            is_rate = "drop" in name or (name == "p" and "Drop" in type(module).__name__)
+            if is_rate and type(value) is float and ("layerdrop" in name or not layers_only):
                 setattr(module, name, 0.0)
