@@ -7,7 +7,7 @@ import torch
 import transformers as hf
 
 import cputrain
-from tests.model_zoo import tiny
+from tests.model_zoo import TINY, bert_like, stir_parameters, tiny
 from tests.parity import releases
 from tests.parity.small import EMPTY_ROW, HOLES, LEFT, RIGHT, bert, ids, pair, what_runs
 
@@ -22,9 +22,14 @@ def alone(model, input_ids, mask):
             yield row, real, model(input_ids[row][real][None], position_ids=positions)
 
 
+def without_pooler(config):
+    """BERT whose hidden states alone are wanted: its pooler reads the first position, and is tested below."""
+    return hf.BertModel(config, add_pooling_layer=False)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_hidden_states_are_those_of_the_real_tokens_alone(name):
-    stock, ours = pair(bert())
+    stock, ours = pair(bert(without_pooler))
     mask = MASKS[name]
     hidden = ours(ids(mask), attention_mask=mask).last_hidden_state
     for row, real, expected in alone(stock, ids(mask), mask):
@@ -32,8 +37,49 @@ def test_hidden_states_are_those_of_the_real_tokens_alone(name):
     assert (hidden[mask == 0] == 0).all()
 
 
+@pytest.mark.parametrize("dtype", ["fp32", "int16"])
+@pytest.mark.parametrize("mask", [LEFT, HOLES, EMPTY_ROW], ids=["left", "holes", "empty row"])
+@pytest.mark.parametrize("kind", [hf.BertModel, hf.BertForSequenceClassification])
+def test_heads_that_read_the_first_position_get_stocks_numbers(kind, mask, dtype):
+    stock, ours = pair(bert(kind), dtype=dtype)
+    expected, found = (m(ids(mask), attention_mask=mask)[-1] for m in (stock, ours))
+    tolerance = 1e-4 if dtype == "fp32" else 2e-2
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
+    encoder = "encoder" if kind is hf.BertModel else "bert.encoder"
+    assert "the first position is padding in a row" in what_runs(ours, encoder)
+    ours(ids(RIGHT), attention_mask=RIGHT)
+    assert what_runs(ours, encoder) == "padding dropped between embeddings and head"
+
+
+class Wrapped(torch.nn.Module):
+    """A classifier of a user's own, which reads the first position."""
+
+    def __init__(self):
+        super().__init__()
+        self.bert, self.score = bert(without_pooler), torch.nn.Linear(32, 3)
+
+    def forward(self, input_ids, attention_mask):
+        return self.score(self.bert(input_ids, attention_mask=attention_mask).last_hidden_state[:, 0])
+
+
+def test_a_users_head_that_reads_the_first_position():
+    stock, ours = pair(Wrapped())
+    torch.testing.assert_close(ours(ids(LEFT), LEFT), stock(ids(LEFT), LEFT), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("summary", ["last", "mean", "first"])
+def test_heads_that_read_other_positions(summary):
+    config = hf.ElectraConfig(**bert_like(TINY, 0.0), embedding_size=32, summary_type=summary)
+    model = hf.ElectraForMultipleChoice(config)
+    stir_parameters(model)
+    stock, ours = pair(model.train())
+    for mask in (RIGHT, LEFT):
+        expected, found = (m(ids(mask)[None], attention_mask=mask[None]).logits for m in (stock, ours))
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
 def test_a_row_of_nothing_but_padding():
-    stock, ours = pair(bert())
+    stock, ours = pair(bert(without_pooler))
     hidden = ours(ids(EMPTY_ROW), attention_mask=EMPTY_ROW).last_hidden_state
     hidden.sum().backward()
     for row, real, expected in alone(stock, ids(EMPTY_ROW), EMPTY_ROW):
@@ -44,7 +90,7 @@ def test_a_row_of_nothing_but_padding():
 
 @pytest.mark.parametrize("dtype", ["fp32", "int16"])
 def test_a_batch_of_nothing_but_padding(dtype):
-    ours = cputrain.optimize(bert(), dtype=dtype)
+    ours = cputrain.optimize(bert(without_pooler), dtype=dtype)
     hidden = ours(ids(RIGHT), attention_mask=torch.zeros_like(RIGHT)).last_hidden_state
     hidden.sum().backward()
     assert (hidden == 0).all()
@@ -154,7 +200,7 @@ def test_packed_position_ids():
 
 @pytest.mark.parametrize("mask", [RIGHT, LEFT], ids=["right", "left"])
 def test_inputs_embeds(mask):
-    stock, ours = pair(bert())
+    stock, ours = pair(bert(without_pooler))
     embeds = torch.randn(*mask.shape, 32, requires_grad=True)
     hidden = ours(inputs_embeds=embeds, attention_mask=mask).last_hidden_state
     hidden.square().sum().backward()
@@ -213,7 +259,7 @@ def test_output_attentions_by_config():
 def test_explain_tells_what_the_last_call_did():
     model = cputrain.optimize(bert())
     model(ids(RIGHT), attention_mask=RIGHT, output_hidden_states=True)
-    assert "stock" in what_runs(model, "encoder")
+    assert "output_hidden_states" in what_runs(model, "encoder")
     model(ids(RIGHT), attention_mask=RIGHT)
     assert what_runs(model, "encoder") == "padding dropped between embeddings and head"
     assert "each one's result is stock's for the real tokens alone" in str(cputrain.explain(model))

@@ -62,9 +62,9 @@ def note_reads(model: nn.Module, submodels: list[nn.Module], encoders: list[nn.M
         own = [encoder for encoder in encoders if encoder in parts]
         for end in _MASKS if own else ():
             read = _reads(outer, own, end)
-            # A model without a head gives its hidden states away: where padding on the left is unusual, their first
-            # position is what callers read. A decoder's callers look for the last token that is real.
-            unknown = outer is not model or getattr(outer, "base_model", outer) is outer or read is None
+            # What stands around it, or can't be asked, may read an encoder's first position: padding on the left is
+            # unusual there. A decoder's callers look for the last token that is real.
+            unknown = outer is not model or read is None
             for encoder in own:
                 if read or (end == "first" and unknown and not _is_causal(encoder)):
                     encoder.__dict__[READ] = (*encoder.__dict__.get(READ, ()), end)
