@@ -134,7 +134,7 @@ def quietly(may_draw: bool = False) -> Iterator[None]:
     before, threads = _random_state(), torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast("cpu", enabled=False), _no_saving_hooks():
             yield
         if not may_draw and _comparable(before) != _comparable(_random_state()):
             raise DrawsRandomNumbers
@@ -142,6 +142,11 @@ def quietly(may_draw: bool = False) -> Iterator[None]:
         probing.reset(token)
         torch.set_num_threads(threads)
         _put_back(before)
+
+
+def _no_saving_hooks() -> torch.autograd.graph.saved_tensors_hooks:
+    """Only the innermost hooks are called: a checkpoint around the model must not count a twin's tensors as its own."""
+    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
 
 
 def _random_state() -> tuple:
