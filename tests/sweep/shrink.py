@@ -37,8 +37,11 @@ class Size:
     patch: int = 8
     window: int = 8  # of tokens
     image_window: int = 4
-    staged_window: int = 2  # in models of four stages, each of which halves the image; the last has one window
+    # Of models in stages, each of which halves the image and doubles the width; the last has one window.
+    staged_window: int = 2
     staged_image: int = 64
+    staged_hidden: int = 64
+    staged_heads: int = 4
     block: int = 4
     experts: int = 4
     chosen_experts: int = 2
@@ -56,7 +59,8 @@ SMALL = Size()
 # 4 × 128 tokens of hidden size 384, as the floor for speed is stated: tests/model_zoo.py has the same.
 FOR_SPEED = Size(
     hidden=384, heads=12, key_value_heads=4, head=32, middle=1536, ratio=4.0, vocabulary=1000, rank=128, positions=144,
-    image=176, patch=16, window=64, image_window=7, staged_window=7, staged_image=224, block=16, queries=100,
+    image=176, patch=16, window=64, image_window=7, staged_window=7, staged_image=224, staged_hidden=96,
+    staged_heads=3, block=16, queries=100,
 )  # fmt: skip
 
 _NOT_ARGUMENTS = {"transformers_version", "architectures", "stage_names", "label2id", "id2label", "_name_or_path"}
@@ -116,6 +120,8 @@ class _Shrinker:
         name = next((n for n in _LAYERS if isinstance(new.get(n), int)), None)
         if "depths" in new:  # stages with layers of their own; their number stays
             new = {key: value for key, value in new.items() if key not in _LAYERS or key == "depth"}
+            if isinstance(new.get("embed_dim"), int):
+                new["embed_dim"] = self.size.staged_hidden
             if isinstance(new.get("window_size"), int) and "image_size" in new:  # no stage may be smaller than a window
                 new |= {"window_size": self.size.staged_window, "image_size": self.size.staged_image}
         elif name is not None:
@@ -169,7 +175,8 @@ class _Shrinker:
             return old
         if name == "qk_head_dim":  # a part with positions and one without
             return 2 * self.size.head
-        return old if old <= getattr(SMALL, field) and field != "middle" else getattr(self.size, field)
+        least = {"middle": 0, "positions": 64}.get(field, getattr(SMALL, field))
+        return old if old < least else getattr(self.size, field)
 
     def integers(self, name: str, old: list[int]) -> list[int]:
         if re.fullmatch(r"depths|.*_depths|layers|num_blocks|stage_num_blocks|blocks_per_stage", name):
@@ -181,7 +188,10 @@ class _Shrinker:
         if len(set(old)) == 1:
             return [self.number(name, x) for x in old]
         first = self.number(name.removesuffix("s"), old[0]) if old[0] > 0 else old[0]
-        first = self.size.heads if "heads" in name and old[0] > 1 else first
+        if "heads" in name and old[0] > 1:
+            first = self.size.staged_heads
+        elif first == self.size.hidden:
+            first = self.size.staged_hidden
         if (
             re.search(r"size|dim|channels|heads", name)
             and old[0] > 0
