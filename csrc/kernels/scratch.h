@@ -29,7 +29,7 @@ class Arena {
   }
 
   bool enough() {
-    scratch_->needed = (int64_t)(next_ - begin_);
+    scratch_->needed = next_ > begin_ ? (int64_t)(next_ - begin_) : 1;  // no array is null
     return scratch_->needed <= scratch_->bytes;
   }
 
