@@ -23,8 +23,8 @@ from cputrain.layers.patch import (
     untouched,
 )
 from cputrain.layers.residual import dropout_rate
-from cputrain.stand_in import StandIn, computed
 from cputrain.ops.embeddings import embed
+from cputrain.stand_in import StandIn, computed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
 _MOST_TABLES = 3

@@ -95,9 +95,7 @@ def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: An
     return _on_real_tokens(stock, args[0], call.padding(), _PADDED_SPAN)
 
 
-def _on_real_tokens(
-    stock: Callable, x: Tensor, padding: PaddingMask | None, fill: float
-) -> Tensor:
+def _on_real_tokens(stock: Callable, x: Tensor, padding: PaddingMask | None, fill: float) -> Tensor:
     if padding is None or x.dim() != 3 or x.shape[:2] != (padding.batch, padding.length):
         return stock(x)
     rows = stock(gather(x, padding.ragged))

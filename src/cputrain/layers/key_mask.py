@@ -31,7 +31,9 @@ def _has_shape(mask: Tensor, batch: int, length: int) -> bool:
         return False
     if mask.dim() != 4 or not mask.is_cpu or mask.is_inference():
         return False
-    return mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[2] in (1, length) and mask.shape[3] == length
+    return (
+        mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[2] in (1, length) and mask.shape[3] == length
+    )
 
 
 def _row(mask: Tensor) -> Tensor | None:

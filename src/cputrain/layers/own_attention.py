@@ -152,7 +152,14 @@ def _stock_on_padded(
 _READS = {
     *_RATES,
     *("attention_head_size", "num_attention_heads", "all_head_size", "hidden_size", "n_heads", "dim", "p", "config"),
-    *("is_decoder", "is_causal", "is_cross_attention", "position_embedding_type", "require_contiguous_qkv", "layer_idx"),
+    *(
+        "is_decoder",
+        "is_causal",
+        "is_cross_attention",
+        "position_embedding_type",
+        "require_contiguous_qkv",
+        "layer_idx",
+    ),
     *("max_position_embeddings", "distance_embedding", "prune_heads", "pruned_heads", "logger", "warning_once"),
     *("super", "__class__", "forward", "get", "update", "is_updated", "self_attention_cache", "cross_attention_cache"),
     *("key_cache", "value_cache", "layers", "keys", "values", "transpose_for_scores", "masked_fill"),
@@ -164,7 +171,9 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
         return False
     reason = None
     for build in (_build_with_layer, _build_with_rate):
-        reason = next((r for mask in (_unmasked, _masked) if (r := difference(module, _formula(module, build, mask)))), None)
+        reason = next(
+            (r for mask in (_unmasked, _masked) if (r := difference(module, _formula(module, build, mask)))), None
+        )
         if reason is None:
             patches.bind(name, module, "forward", fused_forward, WHAT, module.children())
             return True

@@ -82,7 +82,7 @@ class Patches:
         what: str,
         bypassed: Iterable[nn.Module],
     ) -> bool:
-        """Binds `fused`, which computes `formula`, if the module's method computes that too; notes the reason if not."""
+        """Binds `fused`, which computes `formula`, if the module's method computes that too; notes why if not."""
         if formula is None:
             return False
         reason = difference(module, formula)
@@ -247,7 +247,9 @@ def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
 
 
 # The forwards that the fused operators stand for, as they were when cputrain was imported.
-_TORCH_FORWARDS = {kind: kind.forward for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.GELU, nn.SiLU, nn.ReLU)}
+_TORCH_FORWARDS = {
+    kind: kind.forward for kind in (nn.Linear, nn.Dropout, nn.LayerNorm, nn.Embedding, nn.GELU, nn.SiLU, nn.ReLU)
+}
 
 
 def has_hook(module: nn.Module) -> bool:

@@ -281,14 +281,20 @@ class _Run:
             raise ValueError("an input was changed in place")
         toward = random_rows(*out.shape, seed=7).to(out.dtype)
         wanted = [*leaves, *self._parameters.values()]
-        grads = torch.autograd.grad(out, wanted, toward, allow_unused=True) if out.requires_grad else [None] * len(wanted)
+        grads = (
+            torch.autograd.grad(out, wanted, toward, allow_unused=True) if out.requires_grad else [None] * len(wanted)
+        )
         self.names = [_RESULTS, *("an input's gradient" for _ in leaves)]
         self.names += [f"the gradient of {name}" for name in self._parameters]
         self.tensors: list[Tensor | None] = [out.detach(), *grads]
 
 
 def same(
-    expected: Tensor | None, found: Tensor | None, moved: Tensor | None, floor: float = 0.0, tolerance: float = _TOLERANCE
+    expected: Tensor | None,
+    found: Tensor | None,
+    moved: Tensor | None,
+    floor: float = 0.0,
+    tolerance: float = _TOLERANCE,
 ) -> bool:
     """Whether two results agree; `moved` is `expected` for inputs that differ in their last digits.
 

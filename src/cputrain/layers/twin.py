@@ -24,7 +24,7 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# A row of a large matrix begins this many numbers behind the one before: a prime, so that no period meets that of heads.
+# A row of a large matrix begins this many numbers behind the one before: a prime, which no period of heads meets.
 _ROW_STEP = 13
 # Matrices of a stack (experts) overlap in the same way, but begin where vectors of 64 bytes may.
 _MATRIX_STEP = 208
@@ -131,5 +131,5 @@ class _Noise:
         options = {"generator": self._generator, "dtype": torch.float32, "device": "cpu"}
         if width:
             return torch.randn(count, **options) / width**0.5
-        sign = torch.randint(0, 2, (count,), generator=self._generator, device="cpu") * 2.0 - 1
+        sign = torch.randint(0, 2, (count,), generator=self._generator, device="cpu") * 2 - 1
         return (0.5 + torch.rand(count, **options)) * sign

@@ -1,8 +1,8 @@
 """A linear layer over the real tokens of a padded batch, with a padded result: the vocabulary head of a language model.
 
 Its logits are the largest tensor of the whole model. A product of all real tokens, scattered afterwards, would hold
-them twice, and so would the gathered gradient in the backward. Here a few MB at a time are multiplied and copied: blocks
-of the vocabulary, so that each weight is read once.
+them twice, and so would the gathered gradient in the backward. Here a few MB at a time are multiplied and copied:
+blocks of the vocabulary, so that each weight is read once.
 
 Shapes: x_TI real tokens × in-features, w_OI vocabulary × I, y_PO positions of the padded batch × O; `place` (T) is each
 token's position.
