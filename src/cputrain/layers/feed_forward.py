@@ -71,7 +71,7 @@ def _intermediate_formula(module: nn.Module) -> Formula | None:
         return None
     if activation_kind(parts["intermediate_act_fn"]) is None:
         return None
-    return Formula("forward", _build_intermediate, (module.dense.in_features,), _INTERMEDIATE)
+    return Formula("forward", _build_intermediate, (module.dense.in_features,), _INTERMEDIATE, any_size=True)
 
 
 # ---- intermediate + output of the BERT family ----------------------------------------------------------------------
@@ -119,7 +119,9 @@ def _chunk_formula(layer: nn.Module) -> Formula | None:
     half = _intermediate_formula(intermediate)
     if half is None or difference(intermediate, half) is not None or not residual.is_residual_block(output):
         return None
-    return Formula("feed_forward_chunk", _build_chunk, half.widths, frozenset({"intermediate", "output"}))
+    return Formula(
+        "feed_forward_chunk", _build_chunk, half.widths, frozenset({"intermediate", "output"}), any_size=True
+    )
 
 
 # ---- two linear layers and an activation ---------------------------------------------------------------------------
@@ -181,7 +183,7 @@ def _mlp_formula(module: nn.Module) -> Formula | None:
     method = "ff_chunk" if hasattr(type(module), "ff_chunk") else "forward"
     if len(parameter_names(getattr(type(module), method))) != 1:
         return None
-    return Formula(method, _build_mlp, (parts[0].in_features,), frozenset(module._modules))
+    return Formula(method, _build_mlp, (parts[0].in_features,), frozenset(module._modules), any_size=True)
 
 
 # ---- taking over ---------------------------------------------------------------------------------------------------

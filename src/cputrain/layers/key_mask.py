@@ -13,6 +13,9 @@ from torch.utils.weak import WeakIdKeyDictionary
 _known: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+_HIDDEN = -1e30  # masks that are added have the lowest value of their dtype, or -inf, at hidden keys
+
+
 def key_bias(mask: object, batch: int, length: int) -> Tensor | None:
     """What to add to the scores, (batch or 1, 1, 1, keys), or None if the mask says more than which keys are hidden.
 
@@ -40,6 +43,6 @@ def _row(mask: Tensor) -> Tensor | None:
     first = mask[:, :, :1]
     if mask.shape[2] > 1 and mask.stride(2) and not bool((mask == first).all()):
         return None
-    if mask.dtype == torch.float32:  # of a row of -inf, stock makes what its implementation likes
-        return None if bool((first == -torch.inf).all(-1).any()) else first.contiguous()
+    if mask.dtype == torch.float32:  # of a row without a key, stock makes what its implementation likes
+        return None if bool((first < _HIDDEN).all(-1).any()) else first.contiguous()
     return torch.zeros(first.shape).masked_fill_(~first, -torch.inf)

@@ -200,7 +200,7 @@ def _formula(module: nn.Module, build: Callable, call: Callable) -> Formula:
     assert triple is not None
     ends = [module.dense, module.LayerNorm, module.output_dropout] if _ends_in_norm(module) else [_ending(module)]
     used = {name for name, part in module.named_children() if any(part is other for other in (*triple, *ends))}
-    return Formula("forward", build, (triple[0].in_features,), frozenset({*_READS, *used}), call, _vary)
+    return Formula("forward", build, (triple[0].in_features,), frozenset({*_READS, *used}), call=call, vary=_vary)
 
 
 def _build_with_layer(module: nn.Module) -> Callable[[Tensor], Tensor]:

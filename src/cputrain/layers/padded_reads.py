@@ -7,7 +7,7 @@ and if a result depends on it, the padding has to stay in such a batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_flatten
 
 from cputrain.layers.patch import parameter_names
 from cputrain.layers.probe import REFUSALS, fixed_dropout, quietly, random_rows
-from cputrain.layers.signature import repeated_layers
-from cputrain.layers.twin import CannotCopy, twin_of
+from cputrain.layers.signature import short_twins
+from cputrain.layers.twin import CannotCopy
 from cputrain.padding import PaddingMask
 
 # module.__dict__ key of an encoder or stack: the ends of a row at which a head reads padded positions.
@@ -80,22 +80,37 @@ def token_wise(model: nn.Module, encoder: nn.Module, heads: list[nn.Module]) -> 
 
     A decoder's head gets as many rows if the decoder's input is as long, but they are not those of the encoder.
     """
-    repeated, mask = repeated_layers(encoder), _MASKS["last"]
+    names = {part: name for name, part in model.named_modules()}
+    found = _ask(model, [encoder], lambda twin: _token_wise_names(twin, [names[head] for head in heads]))
+    return [head for head in heads if names[head] in (found or ())]
+
+
+def _ask(model: nn.Module, encoders: list[nn.Module], question: Callable[[nn.Module], Any]) -> Any:
+    """The answer of the first twin that can be asked, or None."""
+    try:
+        with quietly(may_draw=True), fixed_dropout():
+            for _, twin in short_twins(model, *encoders):
+                try:
+                    return question(twin.eval())
+                except REFUSALS:
+                    continue
+    except CannotCopy:
+        pass
+    return None
+
+
+def _token_wise_names(model: nn.Module, heads: list[str]) -> list[str]:
+    inputs: dict[str, list[Tensor]] = {name: [] for name in heads}
+    for name, seen in inputs.items():
+        model.get_submodule(name).register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
+    mask = _MASKS["last"]
     terms: list[Tensor] = []
     token = _terms.set(terms)
     try:
-        with quietly(may_draw=True), fixed_dropout():
-            twin = twin_of(model, repeated.__contains__).eval()
-            names = {part: name for name, part in model.named_modules()}
-            inputs: dict[nn.Module, list[Tensor]] = {head: [] for head in heads}
-            for head, seen in inputs.items():
-                twin.get_submodule(names[head]).register_forward_pre_hook(lambda _, x, seen=seen: seen.append(x[0]))
-            twin(**_batch(twin, mask))
-            return [head for head, seen in inputs.items() if seen and all(_follows(x, terms, mask) for x in seen)]
-    except (*REFUSALS, CannotCopy):
-        return []
+        model(**_batch(model, mask))
     finally:
         _terms.reset(token)
+    return [name for name, seen in inputs.items() if seen and all(_follows(x, terms, mask) for x in seen)]
 
 
 def _follows(x: Tensor, terms: list[Tensor], mask: Tensor) -> bool:
@@ -112,17 +127,15 @@ def _follows(x: Tensor, terms: list[Tensor], mask: Tensor) -> bool:
 
 def _reads(model: nn.Module, encoders: list[nn.Module], end: str) -> bool | None:
     """Whether a result depends on padded positions at this end; None if it can't be asked."""
-    repeated = {layer for encoder in encoders for layer in repeated_layers(encoder)}
-    try:
-        with quietly(may_draw=True), fixed_dropout():
-            twin = twin_of(model, repeated.__contains__).eval()
-            batch = _batch(twin, _MASKS[end])
-            try:
-                return _depends(twin, batch, _MASKS[end])
-            except REFUSALS:  # multiple choice: the sequences are the choices of one question
-                return _depends(twin, {name: x[None] for name, x in batch.items()}, _MASKS[end])
-    except (*REFUSALS, CannotCopy):
-        return None
+
+    def question(twin: nn.Module) -> bool | None:
+        batch = _batch(twin, _MASKS[end])
+        try:
+            return _depends(twin, batch, _MASKS[end])
+        except REFUSALS:  # multiple choice: the sequences are the choices of one question
+            return _depends(twin, {name: x[None] for name, x in batch.items()}, _MASKS[end])
+
+    return _ask(model, encoders, question)
 
 
 def _depends(model: nn.Module, batch: dict[str, Tensor], mask: Tensor) -> bool | None:
@@ -154,6 +167,8 @@ def _results(out: Any, mask: Tensor) -> Iterator[Tensor]:
 def _batch(model: nn.Module, mask: Tensor) -> dict[str, Tensor]:
     config, names = model.config, parameter_names(type(model).forward)
     vocabulary = model.get_input_embeddings().weight.shape[0]  # type: ignore[operator, union-attr]
+    if (getattr(config, "pad_token_id", None) or 0) >= vocabulary:
+        config.pad_token_id = 0  # the config is the twin's own
     padding = getattr(config, "pad_token_id", None) or 0
     ids = 1 + torch.arange(mask.numel()).view(mask.shape) * 7 % max(vocabulary - 1, 1)
     ids[ids == padding] = (padding + 1) % vocabulary

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 
 from cputrain.layers.code_names import unexplained
 from cputrain.layers.signature import signature
-from cputrain.layers.twin import CannotCopy, twin_of
+from cputrain.layers.twin import CannotCopy, small_sizes, twin_of
 from cputrain.ops.arithmetic import probing
 
 # What a module may raise that wants other inputs than its structure suggests: anything. It isn't what we took it for.
@@ -46,6 +46,8 @@ class Formula:
     build: Callable[[nn.Module], Callable[..., Tensor]]
     widths: tuple[int, ...]
     reads: frozenset[str]
+    # Whether it holds for any sizes, so that a small twin can be asked for a large module.
+    any_size: bool = False
     # The module's method as a function of the inputs, where it takes more than these.
     call: Callable[[nn.Module], Callable[..., Any]] | None = None
     # Changes attributes of the twin that the operator reads, so that both sides are seen to read them.
@@ -219,14 +221,25 @@ def _ask(module: nn.Module, formula: Formula) -> str | None:
 
 
 def _compare(module: nn.Module, formula: Formula) -> str | None:
+    sizes = small_sizes(module) if formula.any_size else {}
+    if sizes:
+        try:
+            return _compare_twin(module, formula, sizes)
+        except REFUSALS:  # its code knows its sizes
+            pass
+    return _compare_twin(module, formula, {})
+
+
+def _compare_twin(module: nn.Module, formula: Formula, sizes: dict[int, int]) -> str | None:
     with quietly():
-        twin = twin_of(module)
+        twin = twin_of(module, sizes=sizes)
         stock = formula.call(twin) if formula.call else getattr(type(twin), formula.method).__get__(twin)
         _vary_rates(twin)
         if formula.vary is not None:
             formula.vary(twin)
-        inputs = random_rows(len(formula.widths), 2, 3, max(formula.widths)).unbind()
-        inputs = tuple(x[..., :width] for x, width in zip(inputs, formula.widths, strict=True))
+        widths = [sizes.get(width, width) for width in formula.widths]
+        inputs = random_rows(len(widths), 2, 3, max(widths)).unbind()
+        inputs = tuple(x[..., :width] for x, width in zip(inputs, widths, strict=True))
         for training in (True, False):
             twin.train(training)
             ours = formula.build(twin)
@@ -246,16 +259,21 @@ def _vary_rates(twin: nn.Module) -> None:
 
 
 def _differ(stock: Callable, ours: Callable, twin: nn.Module, inputs: list[Tensor]) -> str | None:
-    theirs, found, beside = (_Run(twin) for _ in range(3))
-    theirs.run(stock, inputs)
-    found.run(ours, inputs)
+    theirs, found = _Run(twin, stock, inputs), _Run(twin, ours, inputs)
     if theirs.rates != found.rates:
         return "its dropouts are others than the fused operator's"
-    digits = random_rows(*inputs[0].shape, seed=1)
-    beside.run(stock, [x * (1 + _LAST_DIGITS * digits[..., : x.shape[-1]]) for x in inputs])
     floor = rounding_of(theirs.tensors[1:])
-    for name, expected, result, moved in zip(theirs.names, theirs.tensors, found.tensors, beside.tensors, strict=True):
-        if not same(expected, result, moved, 0.0 if name == _RESULTS else floor):
+    unlike = _unlike(theirs, found, theirs, floor)
+    if unlike is None:
+        return None
+    digits = random_rows(*inputs[0].shape, seed=1)
+    beside = _Run(twin, stock, [x * (1 + _LAST_DIGITS * digits[..., : x.shape[-1]]) for x in inputs])
+    return _unlike(theirs, found, beside, floor)
+
+
+def _unlike(theirs: _Run, found: _Run, beside: _Run, floor: float) -> str | None:
+    for name, x, y, moved in zip(theirs.names, theirs.tensors, found.tensors, beside.tensors, strict=True):
+        if not same(x, y, moved, 0.0 if name == _RESULTS else floor):
             return f"{name} differ{'' if name == _RESULTS else 's'}"
     return None
 
@@ -263,11 +281,8 @@ def _differ(stock: Callable, ours: Callable, twin: nn.Module, inputs: list[Tenso
 class _Run:
     """One run of a function of a module: its result, the gradients of its inputs and of the module's parameters."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._parameters = dict(module.named_parameters())
-        self.rates: list[tuple[str, float]] = []
-
-    def run(self, function: Callable, inputs: list[Tensor]) -> None:
+    def __init__(self, module: nn.Module, function: Callable, inputs: list[Tensor]) -> None:
+        parameters = dict(module.named_parameters())
         leaves = [x.clone().requires_grad_() for x in inputs]
         given = [leaf * 1 for leaf in leaves]
         versions = [x._version for x in given]
@@ -280,12 +295,12 @@ class _Run:
         if versions != [x._version for x in given]:
             raise ValueError("an input was changed in place")
         toward = random_rows(*out.shape, seed=7).to(out.dtype)
-        wanted = [*leaves, *self._parameters.values()]
+        wanted = [*leaves, *parameters.values()]
         grads = (
             torch.autograd.grad(out, wanted, toward, allow_unused=True) if out.requires_grad else [None] * len(wanted)
         )
         self.names = [_RESULTS, *("an input's gradient" for _ in leaves)]
-        self.names += [f"the gradient of {name}" for name in self._parameters]
+        self.names += [f"the gradient of {name}" for name in parameters]
         self.tensors: list[Tensor | None] = [out.detach(), *grads]
 
 

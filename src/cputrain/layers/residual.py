@@ -84,7 +84,7 @@ def formula(module: nn.Module) -> Formula | None:
     norm, dense = module.LayerNorm, module.dense
     if norm.weight is None or norm.bias is None or len(norm.normalized_shape) != 1:
         return None
-    return Formula("forward", _build, (dense.in_features, dense.out_features), frozenset(_PARTS))
+    return Formula("forward", _build, (dense.in_features, dense.out_features), frozenset(_PARTS), any_size=True)
 
 
 def is_residual_block(module: nn.Module) -> bool:

@@ -1,12 +1,15 @@
-"""Modules that are alike: the layers of a model have the same code, sizes and settings, and are asked once."""
+"""Modules that are alike: the layers of a model have the same code, sizes and settings, and one of them is asked."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from cputrain.layers.twin import attention_sizes, small_sizes, twin_of
 
 # Attributes in which the layers of a stack differ although they compute the same.
 _NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}
@@ -56,3 +59,15 @@ def _of_layer(module: nn.Module, number: int, count: int) -> tuple:
     config = getattr(module, "config", None)
     lists = [v for v in vars(config).values() if isinstance(v, (list, tuple)) and len(v) == count] if config else []
     return tuple(repr(values[number]) for values in lists)
+
+
+def short_twins(module: nn.Module, *stacks: nn.Module) -> Iterator[tuple[dict[int, int], nn.Module]]:
+    """Twins of `module`, and which sizes are smaller in each: without layers of `stacks` that repeat others, if need be
+    at full size, at last with all layers."""
+    repeated = {layer for stack in stacks for layer in repeated_layers(stack)}
+    sizes = small_sizes(module, attention_sizes(module))
+    if sizes:
+        yield sizes, twin_of(module, repeated.__contains__, sizes)
+    yield {}, twin_of(module, repeated.__contains__)
+    if repeated:
+        yield {}, twin_of(module)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -28,7 +28,8 @@ _HOOKS = (
 _ROW_STEP = 13
 # Matrices of a stack (experts) overlap in the same way, but begin where vectors of 64 bytes may.
 _MATRIX_STEP = 208
-_LARGE = 1 << 20
+_LARGE = 1 << 24  # numbers: what is smaller is contiguous, which products needn't copy
+_SMALL = 32
 _OWN = "_cputrain"  # begins the names of what cputrain keeps on modules
 
 
@@ -36,9 +37,26 @@ class CannotCopy(Exception):
     """A module has parts that can't be copied, or that would bring along more than the module."""
 
 
-def twin_of(module: nn.Module, omitted: Callable[[nn.Module], bool] | None = None) -> nn.Module:
-    """A twin; modules of lists for which `omitted` is true are left out of it."""
-    noise = _Noise()
+def small_sizes(module: nn.Module, kept: Collection[int] = ()) -> dict[int, int]:
+    """Smaller ones for the sizes of its parameters, in the same order, but for those to be kept: large layers are slow.
+
+    Code that knows a size fails with another, and then has to be asked in full.
+    """
+    found = {size for parameter in module.parameters() for size in parameter.shape if size > _SMALL}
+    return {size: _SMALL + 8 * (rank + 1) for rank, size in enumerate(sorted(found.difference(kept)))}
+
+
+def attention_sizes(module: nn.Module) -> set[int]:
+    """Sizes that attention cuts into heads; all sizes, if no part is known to be attention."""
+    parts = [part for part in module.modules() if "attention" in type(part).__name__.lower()] or [module]
+    return {size for part in parts for parameter in part.parameters() for size in parameter.shape}
+
+
+def twin_of(
+    module: nn.Module, omitted: Callable[[nn.Module], bool] | None = None, sizes: dict[int, int] | None = None
+) -> nn.Module:
+    """A twin; modules of lists for which `omitted` is true are left out of it, and `sizes` are replaced."""
+    noise = _Noise(sizes or {})
     memo: dict[int, Any] = {}
     parts = list(module.modules())
     left_out = {id(part) for part in parts if omitted is not None and omitted(part)}
@@ -57,7 +75,20 @@ def twin_of(module: nn.Module, omitted: Callable[[nn.Module], bool] | None = Non
             part._modules = {str(i): m for i, m in enumerate(m for m in part if m is not _OMITTED)}
         for name in [name for name in part.__dict__ if name.startswith(_OWN)]:
             del part.__dict__[name]
+        _tell_size(part)
     return twin
+
+
+def _tell_size(part: nn.Module) -> None:
+    """The attributes by which torch's own layers tell their sizes."""
+    if type(part) is nn.Linear:
+        part.out_features, part.in_features = part.weight.shape
+    elif type(part) is nn.LayerNorm and part.weight is not None:
+        part.normalized_shape = tuple(part.weight.shape)
+    elif type(part) is nn.Embedding:
+        part.num_embeddings, part.embedding_dim = part.weight.shape
+        if part.padding_idx is not None and part.padding_idx >= part.num_embeddings:
+            part.padding_idx = 0
 
 
 _OMITTED = nn.Identity()
@@ -96,7 +127,8 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 class _Noise:
     """Random parameters: matrices whose products keep the size of their input, vectors of about one, none of them 0."""
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: dict[int, int]) -> None:
+        self._sizes = sizes
         self._generator = torch.Generator().manual_seed(20240229)
         self._buffers: dict[int, Tensor] = {}
         self._next = 0
@@ -109,7 +141,7 @@ class _Noise:
         dtype = like.dtype if like.dtype.is_floating_point else None
         if dtype is None or like.layout is not torch.strided:
             raise CannotCopy(f"a parameter of it is {like.dtype}")
-        return nn.Parameter(self._view(shape))
+        return nn.Parameter(self._view(tuple(self._sizes.get(size, size) for size in shape)))
 
     def _view(self, shape: tuple[int, ...]) -> Tensor:
         self._next = (self._next + 104) % 1000  # another part of the buffer for each parameter, as aligned as torch's

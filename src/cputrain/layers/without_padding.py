@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from cputrain.layers.probe import REFUSALS, fixed_dropout, quietly, random_rows, rounding_of, same
-from cputrain.layers.signature import repeated_layers
-from cputrain.layers.twin import CannotCopy, twin_of
+from cputrain.layers.signature import short_twins
+from cputrain.layers.twin import CannotCopy
 
 REAL = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]]).bool()
 NOT_THE_SAME = "it doesn't give the same without padding"
@@ -26,20 +26,16 @@ Side = Callable[[nn.Module, Tensor], Tensor]
 
 def why_padding_is_needed(module: nn.Module, width: int, padded: Side, without: Side) -> str | None:
     """Why `without` doesn't give what `padded` gives, or None; both get the module's twin."""
-    repeated = repeated_layers(module)
     try:
         with quietly(may_draw=True):
-            twin = twin_of(module, repeated.__contains__)
-            try:
-                return _compare(twin, width, padded, without)
-            except REFUSALS:
-                if not repeated:
-                    return NOT_THE_SAME
-            return _compare(twin_of(module), width, padded, without)  # it counts its layers by its config
+            for sizes, twin in short_twins(module, module):
+                try:
+                    return _compare(twin, sizes.get(width, width), padded, without)
+                except REFUSALS:  # it counts its layers by its config, or its code knows its sizes
+                    continue
     except CannotCopy as error:
         return str(error)
-    except REFUSALS:
-        return NOT_THE_SAME
+    return NOT_THE_SAME
 
 
 def _compare(twin: nn.Module, width: int, padded: Side, without: Side) -> str | None:

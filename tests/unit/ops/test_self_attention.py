@@ -46,6 +46,27 @@ def test_equals_plain_twin(isa, threads, lengths, biased, causal):
     assert_as_accurate(ours, stock, exact, names, floor=2e-6)
 
 
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("arithmetic", ["fp32", "int16"])
+def test_hidden_keys(isa, threads, batch, arithmetic):
+    """One row of -inf for each sequence, or one for all; a sequence whose keys are all hidden gives 0."""
+    sequences = Sequences.dense(3, 21)
+    key_bias = torch.zeros(batch, 1, 1, 21)
+    key_bias[0, ..., 5:] = -torch.inf
+    key_bias[-1, ..., :2] = -torch.inf
+    if batch == 3:
+        key_bias[1] = -torch.inf
+    inputs, grad = _inputs(63, 30, 36, True), torch.randn(63, 36)
+    options = {"heads": 3, "scale": 0.25, "key_bias": key_bias}
+    ours = _run(self_attention, inputs, grad, torch.float32, sequences, **options, arithmetic=Arithmetic(arithmetic))
+    exact = _run(plain, inputs, grad, torch.float64, sequences, **options)
+    for a, b in zip(ours, exact, strict=True):
+        scale = 1e-5 if arithmetic == "fp32" else 1e-2
+        torch.testing.assert_close(a.double(), b, rtol=0, atol=scale * max(b.abs().max().item(), 1))
+    if batch == 3:
+        assert not ours[0][21:42].any()
+
+
 def test_dropout_is_that_of_its_key(isa, monkeypatch):
     from cputrain.ops import self_attention as module
 
