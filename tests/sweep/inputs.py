@@ -84,6 +84,7 @@ def names_of(model: nn.Module) -> list[str]:
 def recipes(model: nn.Module) -> list[Recipe]:
     """Text with an image first, then each alone; the model's main input before others."""
     names, main = names_of(model), getattr(model, "main_input_name", "input_ids")
+    main = main if isinstance(main, str) else main[0]
     has_text, has_image = "input_ids" in names, "pixel_values" in names
     found: list[Recipe] = []
     if has_text and has_image and image_token(model) is not None:

@@ -54,13 +54,14 @@ def weighed(outputs: dict[str, Tensor], inputs: Inputs, seed: int) -> Tensor:
     return total
 
 
-def run(model: nn.Module, inputs: Inputs, *, training: bool, seed: int) -> Result:
+def run(model: nn.Module, inputs: Inputs, *, training: bool, seed: int, draws: int | None = None) -> Result:
+    """`draws` seeds what the model itself draws, if that isn't `seed`."""
     model.train(training)
     for module in model.modules():  # of three values a batch's statistics are chaos
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             module.eval()
     model.zero_grad(set_to_none=True)
-    seed_everything(seed)
+    seed_everything(seed if draws is None else draws)
     arguments = copy.deepcopy(inputs.arguments)
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     arguments = {k: v.to(dtype) if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in arguments.items()}

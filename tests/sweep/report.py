@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 
-from tests.sweep.cases import Case
+from tests.sweep.cases import TOLERANCE, Case
+from tests.sweep.inputs import SIDES
 from tests.sweep.runner import Record
 
 BAD = ("wrong", "crash")
@@ -43,33 +44,46 @@ def summary(records: list[Record]) -> str:
     return "\n".join([f"{'verdict':10} {'types':>6} {'cases':>7}", *rows, f"{compared} model types compared"])
 
 
-def _kind_of_failure(record: Record) -> tuple[str, ...]:
-    """Failures that look alike share a group: the text without numbers and names, and the setting."""
-    text = re.sub(r"[-+]?\d[\d.e+-]*", "#", record["text"])
-    if record["what"] == "results" and record["verdict"] == "wrong":
-        text = re.sub(r"(gradient|output) .*", r"\1 …", re.sub(r"# of # tensors: ", "", text))
-        text = "results differ"
-    if record["what"] == "dropout" and record["verdict"] == "wrong":
-        text = "dropouts lost" if "lost {(" in record["text"] else "dropouts added"
+def _kind_of_failure(record: Record, settings: set[str]) -> tuple[str, ...]:
+    """Failures that look alike share a group; `settings` are all in which results of this model type are wrong."""
+    text = re.sub(r"\d[\d.e+-]*", "#", record["text"])
+    if record["verdict"] == "wrong" and record["what"] == "results":
+        text = next((name for name, members in _SETTINGS.items() if settings <= members), "in several settings")
+    if record["verdict"] == "wrong" and record["what"] == "dropout":
+        text = "lost" if "lost {(" in record["text"] else "added"
     if record["what"] == "restore":
         text = re.sub(r"\S*\|", "…|", text)
     return record["verdict"], record["what"], text
 
 
+def _setting(record: Record) -> str:
+    return f"{record['dtype']}/{record['padding']}/{record['side']}"
+
+
+_ALL = {f"{dtype}/{padding}/{side}" for dtype in TOLERANCE for padding in ("drop", "keep") for side in SIDES}
+_SETTINGS = {
+    "only where padding on the left is dropped": {name for name in _ALL if name.endswith("drop/left")},
+    "only where padding is dropped": {name for name in _ALL if "/drop/" in name and not name.endswith("none")},
+    "only in int16": {name for name in _ALL if name.startswith("int16")},
+    "only where padding is kept": {name for name in _ALL if "/keep/" in name},
+}
+
+
 def failures(records: list[Record]) -> str:
+    bad = [record for record in records if record["verdict"] in BAD]
     groups: dict[tuple[str, ...], list[Record]] = defaultdict(list)
-    for record in records:
-        if record["verdict"] in BAD:
-            groups[_kind_of_failure(record)].append(record)
+    for mine in _by_type(bad).values():
+        settings = {_setting(record) for record in mine if record["what"] == "results"}
+        for record in mine:
+            groups[_kind_of_failure(record, settings)].append(record)
     parts = [summary(records), ""]
-    for key, members in sorted(groups.items(), key=lambda item: -len({r["model"] for r in item[1]})):
+    for key, members in sorted(groups.items(), key=lambda item: (len(_by_type(item[1])), item[0])):
         types = _by_type(members)
         parts.append(f"== {' / '.join(key)}: {len(members)} cases of {len(types)} model types")
         for model, mine in sorted(types.items()):
-            settings = Counter(f"{r['dtype']}/{r['padding']}/{r['side']}" for r in mine)
-            kinds = sorted({r["kind"] for r in mine})
-            parts.append(f"  {model}: {', '.join(kinds)}")
-            parts.append(f"      settings: {', '.join(f'{name}×{n}' for name, n in sorted(settings.items()))}")
+            settings = Counter(map(_setting, mine))
+            parts.append(f"  {model}: {', '.join(sorted({record['kind'] for record in mine}))}")
+            parts.append(f"      settings: {', '.join(f'{name} × {n}' for name, n in sorted(settings.items()))}")
             parts.append(f"      {mine[0]['text']}")
             parts.append(f"      {case_of(mine[0]).command()}")
         parts.append("")

@@ -66,7 +66,7 @@ class Worker:
     def lost(self, case: Case) -> Record:
         assert self.process is not None
         try:
-            code = self.process.wait(timeout=2)
+            code = self.process.wait(timeout=20)  # one that has closed its output may take a while to end
         except subprocess.TimeoutExpired:
             self.stop()
             return Verdict("crash", f"no answer within {TIME_LIMIT} s").record(case)

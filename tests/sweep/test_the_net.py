@@ -10,7 +10,7 @@ from torch import nn
 
 import cputrain
 from cputrain.layers import leaves
-from tests.sweep import cases, dropouts, restoring, shrink
+from tests.sweep import cases, choices, dropouts, restoring, shrink
 from tests.sweep.cases import Case, check
 from tests.sweep.runner import Worker
 
@@ -105,6 +105,23 @@ def test_a_change_that_restore_leaves(monkeypatch, change):
     monkeypatch.setattr(cputrain, "restore", restore)
     monkeypatch.setattr(cputrain, "optimize", optimize)
     assert check(Case(**VIT, side="none", what="restore")).kind == "wrong"
+
+
+def test_a_replayed_choice_hides_no_other_error():
+    scores = torch.tensor([[1.0, 1.0001, 0.0]])
+    with choices.Record() as chosen:
+        torch.topk(scores, 1)
+    other = torch.tensor([[2.0, 1.0, 0.0]])
+    with choices.Replay(chosen.made):
+        values, indices = torch.topk(other, 1)
+    assert indices.tolist() == [[1]] and values.tolist() == [[1.0]]
+
+
+def test_a_wrong_result_in_a_model_that_chooses_experts(monkeypatch):
+    stock = leaves.bias_activation
+    monkeypatch.setattr(leaves, "bias_activation", lambda *args: stock(*args) * 1.1)
+    case = Case("qwen2_moe", "Qwen2MoeModel", padding="keep", side="none")
+    assert check(case).kind == "wrong"
 
 
 def test_every_key_belongs_to_an_operator_that_is_known():
