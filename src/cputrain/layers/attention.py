@@ -158,7 +158,7 @@ def make_attention(stock: str) -> Callable:
             out = attention(q, k, v, scope.sequences, scale=scale, causal=scope.causal, p=dropout, bias=bias)
             return out.view(batch, length, heads, size), None
         function = _stock_function(module, stock)
-        if probing.get():
+        if not torch.compiler.is_compiling() and probing.get():
             function = attention_noted()(function)
         options.update(scaling=scaling, dropout=dropout)
         if position_bias is not None:

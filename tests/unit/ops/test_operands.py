@@ -219,6 +219,7 @@ def test_without_memory_there_is_an_exception(code: str) -> None:
 def test_working_memory_that_is_large_is_given_back() -> None:
     from cputrain import native
 
+    native.release_working_memory()  # which tests with more threads may have left
     x = torch.randn(4000, 1, 64)
     attention(x[:64], x[:64], x[:64], Sequences.from_lengths([64]), scale=1.0)
     kept = native._working_memory.scratch.bytes
