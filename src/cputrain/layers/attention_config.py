@@ -7,6 +7,7 @@ view of their config: everything in it is the config's own, both ways, but for t
 from __future__ import annotations
 
 import copy
+import inspect
 import operator
 import sys
 from functools import cache
@@ -28,6 +29,8 @@ def take_over(model: nn.Module, patches: Patches) -> str | None:
         return f"attention and padding are stock's: transformers {version} has no registry of masks"
     if not all(submodel._can_set_attn_implementation() for submodel in submodels):
         return "its attention doesn't go through transformers' registry"
+    if any(map(_returns_weights, submodels)):
+        return "its code returns attention weights, which ours doesn't write"
     attention.register()
     # A model around a base model makes no masks: its config, which users hand on to other models, stays untouched.
     outer = {id(submodel) for submodel in submodels if submodel.base_model is not submodel}
@@ -40,6 +43,13 @@ def take_over(model: nn.Module, patches: Patches) -> str | None:
             continue
         module.__dict__["config"] = views.setdefault(id(config), _view(config))
     return None
+
+
+def _returns_weights(submodel: Any) -> bool:
+    """Whether it returns attention weights unasked (BridgeTower): eager attention has them, and its code names them."""
+    code = inspect.unwrap(type(submodel).forward).__code__
+    named = any("attentions" in constant for constant in code.co_consts if isinstance(constant, tuple))
+    return named and "attentions" not in code.co_names and not submodel._supports_sdpa
 
 
 def choose(model: nn.Module, ragged: bool) -> None:

@@ -32,7 +32,7 @@ _terms: ContextVar[list[Tensor] | None] = ContextVar("cputrain_terms_behind_enco
 
 
 def noted(dense: Tensor) -> Tensor:
-    """The hidden states that leave an encoder; while a model is asked what it reads, with a term for each."""
+    """Hidden states as the padded tensor; while a model is asked what it reads, with a term for each token."""
     terms = _terms.get()
     if terms is None:
         return dense
@@ -114,11 +114,11 @@ def _token_wise_names(model: nn.Module, heads: list[str]) -> list[str]:
 
 
 def _follows(x: Tensor, terms: list[Tensor], mask: Tensor) -> bool:
-    """Whether the second token's row of x depends on the terms of that token and of no other."""
-    if len(terms) != 1 or not _rows(x, mask) or not x.requires_grad:
+    """Whether the second token's row of x depends on what left the encoder (the last of the terms) there alone."""
+    if not terms or not _rows(x, mask) or not x.requires_grad:
         return False
     row = x[:, 1]
-    (grad,) = torch.autograd.grad(row, terms, random_rows(*row.shape), retain_graph=True, allow_unused=True)
+    (grad,) = torch.autograd.grad(row, terms[-1:], random_rows(*row.shape), retain_graph=True, allow_unused=True)
     if grad is None or not _rows(grad, mask):
         return False
     elsewhere = torch.arange(mask.shape[1]) != 1

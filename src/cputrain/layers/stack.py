@@ -54,7 +54,7 @@ class RaggedStates(StandIn):
 
     def compute(self) -> Tensor:
         if self.dense is None:
-            self.dense = scatter(self.rows, self.ragged)
+            self.dense = padded_reads.noted(scatter(self.rows, self.ragged))
         return self.dense
 
     def of(self, ragged: RaggedTokens) -> Tensor:
