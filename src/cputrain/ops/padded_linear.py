@@ -15,7 +15,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cputrain.ops.arithmetic import FP32, Arithmetic, Kept
+from cputrain.ops.arithmetic import FP32, Arithmetic, Call, Kept
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.linear import OutputGradient, forward_product
 
@@ -30,11 +30,16 @@ def is_worthwhile(tokens: int, out_features: int) -> bool:
     return tokens * out_features * 4 > 2 * BLOCK_BYTES
 
 
-def _blocks(tokens: int, out_features: int) -> Iterator[slice]:
-    """At least 256 columns each, so that a product is worth its call; a multiple of every kernel's panel."""
+def _blocks(tokens: int, out_features: int, call: Call) -> Iterator[tuple[slice, Call]]:
+    """Columns, at least 256 so that a product is worth its call, a multiple of every kernel's panel; and whose call.
+
+    One block's products belong to `call`, which may look at a sample of them: as many looks as in any other layer.
+    """
     width = max(BLOCK_BYTES // (4 * max(tokens, 1)) // 64 * 64, 256)
-    for begin in range(0, out_features, width):
-        yield slice(begin, min(begin + width, out_features))
+    begins = range(0, out_features, width)
+    looked_at = begins[tokens % len(begins)]  # another one for other batches
+    for begin in begins:
+        yield slice(begin, min(begin + width, out_features)), call if begin == looked_at else Call(call.kind)
 
 
 class _PaddedLinear(torch.autograd.Function):
@@ -45,10 +50,10 @@ class _PaddedLinear(torch.autograd.Function):
         padded = torch.ones(positions, dtype=torch.bool).index_fill_(0, place, False)
         y_PO.index_fill_(0, padded.nonzero().squeeze(1), 0.0)
         kept: Kept = ()
-        for block in _blocks(x_TI.shape[0], w_OI.shape[0]):
+        for block, call in _blocks(x_TI.shape[0], w_OI.shape[0], ctx.call):
             bias = None if bias_O is None else bias_O[block]
-            keep = block.start == 0 and ctx.needs_input_grad[1]
-            y_TB, kept_now = forward_product(x_TI, w_OI[block], bias, ctx.call, keep=keep)
+            keep = call is ctx.call and ctx.needs_input_grad[1]
+            y_TB, kept_now = forward_product(x_TI, w_OI[block], bias, call, keep=keep)
             kept = kept or kept_now
             y_PO[:, block].index_copy_(0, place, y_TB)
         ctx.save_for_backward(w_OI, place, *kept)
@@ -62,8 +67,8 @@ class _PaddedLinear(torch.autograd.Function):
         grad_x = None
         grad_w = torch.empty_like(w_OI) if need_w else None
         grad_bias = w_OI.new_empty(w_OI.shape[0]) if need_bias else None
-        for block in _blocks(place.shape[0], w_OI.shape[0]):
-            grad = OutputGradient(grad_PO[:, block].index_select(0, place), ctx.call, need_x, need_w, need_bias)
+        for block, call in _blocks(place.shape[0], w_OI.shape[0], ctx.call):
+            grad = OutputGradient(grad_PO[:, block].index_select(0, place), call, need_x, need_w, need_bias)
             if need_x:
                 grad_x = grad.of_input(w_OI[block], add_to=grad_x)
             if grad_w is not None:

@@ -7,7 +7,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from cputrain.ops import padded_linear as module
-from cputrain.ops.arithmetic import Arithmetic
+from cputrain.ops.arithmetic import Arithmetic, Call
 from cputrain.ops.padded_linear import padded_linear, plain
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -71,3 +71,13 @@ def test_the_logits_exist_once(kind):
     own = [event.self_cpu_memory_usage for event in trace.events() if event.name != "[memory]"]
     large = [size for size in (*sizes, *own) if size > half]
     assert large == [1000 * 4096 * 4]
+
+
+@pytest.mark.parametrize("tokens", [7, 8])
+def test_one_block_is_looked_at(monkeypatch, tokens):
+    """However many there are: a look may send the layer back to fp32, and each is a chance to be wrong."""
+    seen = []
+    monkeypatch.setattr(Call, "_look", lambda self, what, *sides: seen.append(what))
+    x, w = torch.randn(tokens, 32, requires_grad=True), torch.randn(600, 32, requires_grad=True)
+    padded_linear(x, w, None, PLACE[:tokens], 15, Arithmetic("int16")).sum().backward()
+    assert seen == ["a forward product", "an input gradient", "a weight gradient"]
