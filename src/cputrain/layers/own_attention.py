@@ -160,7 +160,15 @@ _READS = {
         "require_contiguous_qkv",
         "layer_idx",
     ),
-    *("max_position_embeddings", "distance_embedding", "prune_heads", "pruned_heads", "logger", "warning_once"),
+    *(
+        "max_position_embeddings",
+        "distance_embedding",
+        "prune_heads",
+        "pruned_heads",
+        "logger",
+        "warning_once",
+        "warning",
+    ),
     *("super", "__class__", "forward", "get", "update", "is_updated", "self_attention_cache", "cross_attention_cache"),
     *("key_cache", "value_cache", "layers", "keys", "values", "transpose_for_scores", "masked_fill"),
 }
