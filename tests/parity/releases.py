@@ -30,17 +30,17 @@ ASKS_MASKS_AT_ONCE = RELEASE >= (5, 0)
 HAS_DISABLE_COMPILE = RELEASE >= (4, 50)
 
 _MAKE_MASKS_OF_THEIR_OWN = {"opt", "modernbert", "t5"} if RELEASE < (5, 0) else set()
-_TAKE_NO_MASK_OF_FOUR_DIMENSIONS = set() if HAS_MASK_REGISTRY else {"gpt2", "opt", "bert"}
+_TAKE_NO_MASK_OF_FOUR_DIMENSIONS = set() if HAS_MASK_REGISTRY else {"gpt2", "opt"}
 # Stock raises an error ("value cannot be converted to type float without overflow").
 _FAIL_PADDED_IN_FLOAT64 = set() if HAS_MASK_REGISTRY else {"gpt2", "opt"}
 
 
 # An expert that only padding reaches has a gradient of 0 in stock, and none without padding: the padding stays.
-_EXPERTS_ONE_BY_ONE = {"mixtral"} if RELEASE < (5, 0) else set()
+EXPERTS_ONE_BY_ONE = {"mixtral"} if RELEASE < (5, 0) else set()
 
 
 def drops_padding(stack: str) -> bool:
-    return HAS_MASK_REGISTRY and stack not in _MAKE_MASKS_OF_THEIR_OWN | _EXPERTS_ONE_BY_ONE
+    return HAS_MASK_REGISTRY and stack not in _MAKE_MASKS_OF_THEIR_OWN | EXPERTS_ONE_BY_ONE
 
 
 def takes_mask_of_four_dimensions(stack: str) -> bool:

@@ -107,6 +107,9 @@ def test_other_stacks_drop_their_padding(name):
     stock, ours = pair(make(name))
     expected, found = (m(ids(HOLES), attention_mask=HOLES).last_hidden_state for m in (stock, ours))
     torch.testing.assert_close(found[HOLES == 1], expected[HOLES == 1], rtol=1e-3, atol=1e-4)
+    if name in releases.EXPERTS_ONE_BY_ONE:
+        assert "padding stays" in str(cputrain.explain(ours))
+        return
     releases.assert_at_padding(name, found, expected, HOLES)
     releases.assert_padding_dropped(ours, "(the model)", name)
     capped = "its attention, on padded rows" in str(cputrain.explain(ours))
