@@ -50,17 +50,17 @@ class Kept:
 
 def keep_freed_memory() -> Kept:
     """Keep freed buffers for reuse from now on, in this process; harmless when repeated."""
-    obstacle = _obstacle()
-    if obstacle:
-        logger.info("freed memory is left to the allocator: %s", obstacle)
-        return Kept(False, obstacle)
+    found = obstacle()
+    if found:
+        logger.info("freed memory is left to the allocator: %s", found)
+        return Kept(False, found)
     _set(_KEEP)
     return Kept(True, "glibc keeps freed blocks for reuse")
 
 
 def release() -> None:
     """Back to glibc's usual behaviour, and what is free goes back to the kernel."""
-    if not _obstacle():
+    if not obstacle():
         _set(_USUAL)
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -72,7 +72,7 @@ def _set(options: dict[int, int]) -> None:
             raise RuntimeError(f"glibc refused mallopt({option}, {value})")
 
 
-def _obstacle() -> str:
+def obstacle() -> str:
     """Why glibc's malloc can't be told anything here; empty if it can."""
     if sys.platform != "linux":
         return f"only glibc's allocator is known to cputrain, this is {sys.platform}"

@@ -14,13 +14,12 @@ from functools import cache
 
 import torch
 
-from cputrain import hardware, product_speed
+from cputrain import attempt, hardware, product_speed
 from cputrain.ops.arithmetic import Kind
 
 logger = logging.getLogger("cputrain")
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
-_STORE_KEY = "cputrain/precision"
 AUTO = "auto: "  # begins the reason of a choice that nobody made
 _told: set[str] = set()
 
@@ -121,9 +120,10 @@ def _agreed() -> Choice:
     store = _store()
     if store is None:
         return automatic(measured=False)
+    key = f"cputrain/precision/{attempt.name()}"
     if rank == 0:
-        store.set(_STORE_KEY, json.dumps(asdict(automatic())))
-    choice = Choice(**json.loads(store.get(_STORE_KEY)))
+        store.set(key, json.dumps(asdict(automatic())))
+    choice = Choice(**json.loads(store.get(key)))
     if choice.kind == "native_bf16" and not hardware.has_bf16():
         return Choice("bf16", "bf16", f"{AUTO}rank 0 chose bf16, which {_cpu()} only stores")
     return choice
@@ -136,8 +136,7 @@ def _store() -> torch.distributed.Store | None:
         return distributed.distributed_c10d._get_default_store()
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return None
-    agent = distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    return distributed.PrefixStore(f"cputrain/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", agent)
+    return distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
 
 
 def _cpu() -> str:

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cputrain import __version__, hardware, native
+from cputrain import __version__, hardware, native, user_folders
 from cputrain.ops.arithmetic import Arithmetic, Kind
 from cputrain.ops.linear import OutputGradient, forward_product
 
@@ -148,11 +148,8 @@ def _key(kind: Kind) -> str:
 
 
 def _file() -> Path | None:
-    """None in a process without a home, as containers start them for users that /etc/passwd doesn't know."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cputrain" / "product_speed.json"
-    except RuntimeError:
-        return None
+    cache = user_folders.cache()
+    return cache / "cputrain" / "product_speed.json" if cache else None
 
 
 def _read() -> dict[str, float]:

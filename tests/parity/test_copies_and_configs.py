@@ -186,3 +186,22 @@ def test_the_last_restored_model_gives_freed_memory_back(monkeypatch):
     assert not released
     cputrain.restore(second)
     assert released
+
+
+def sparse_decoder() -> torch.nn.Module:
+    """DeepSeek V3.2, whose attention sees the eight keys that an indexer chooses for each token."""
+    config = hf.DeepseekV32Config(
+        vocab_size=50, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=4, q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8,
+        qk_nope_head_dim=8, v_head_dim=8, n_routed_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1,
+        index_topk=8, index_head_dim=16, index_n_heads=2, first_k_dense_replace=2, pad_token_id=0,
+    )  # fmt: skip
+    return hf.DeepseekV32ForCausalLM(config)
+
+
+@pytest.mark.skipif(not hasattr(hf, "DeepseekV32Config"), reason="this transformers has no DeepSeek V3.2")
+def test_code_that_asks_for_the_name_of_its_attention_keeps_stocks():
+    stock, ours = pair(sparse_decoder())
+    ids = torch.randint(1, 50, (2, 20))
+    torch.testing.assert_close(ours(ids).logits, stock(ids).logits, rtol=1e-4, atol=1e-5)
+    assert "DeepseekV32Attention" in str(cputrain.explain(ours))

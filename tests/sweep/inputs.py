@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from tests.sweep import pixels
 from tests.sweep.pixels import number, part_of
+from tests.sweep.shrink import SMALL
 
 CHOICES = 2
 
@@ -65,7 +66,14 @@ class Inputs:
             if len(shape) >= 2 and shape[0] == rows and length in shape[1:]:
                 at = list(shape).index(length, 1)
                 return real.view(rows, *[1] * (at - 1), length, *[1] * (len(shape) - at - 1))
+            if len(shape) == 3 and shape[0] == rows and shape[1] - length in self._lengths_of_image():
+                return torch.cat([real.new_ones(rows, shape[1] - length), real], 1)[..., None]
         return None
+
+    def _lengths_of_image(self) -> range:
+        """Of an image's tokens that a model sets before the text (GIT, FLAVA): its patches, with a token or two."""
+        patches = (SMALL.image // SMALL.patch) ** 2
+        return range(patches, patches + 3) if "pixel_values" in self.arguments else range(0)
 
 
 def padding_mask(lengths: tuple[int, ...], side: str) -> Tensor:

@@ -47,6 +47,8 @@ class Size:
     chosen_experts: int = 2
     shared_experts: int = 1
     groups: int = 1
+    chosen_keys: int = 8  # of sparse attention: fewer than the longest row has
+    kpool: int = 4  # keys that sparse attention chooses together
     queries: int = 10
     nothing: int = 0
 
@@ -90,6 +92,8 @@ _RULES: list[Rule] = [
     (r".*_rank", "rank"),
     (r".*head_dim|dim_head|d_kv|d_k|d_v|.*head_size|.*kv_channels|rotary_dim", "head"),
     (r".*experts_per_tok.*|.*moe_topk|.*moe_k|num_selected_experts|.*experts_topk", "chosen_experts"),
+    (r"index_topk", "chosen_keys"),
+    (r"index_kpool", "kpool"),
     (r".*shared_experts", "shared_experts"),
     (r".*experts.*", "experts"),
     (r"n_group|topk_group", "groups"),

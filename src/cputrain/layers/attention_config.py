@@ -11,6 +11,7 @@ import inspect
 import operator
 import sys
 from functools import cache
+from types import CodeType
 from typing import Any
 
 from torch import nn
@@ -31,6 +32,9 @@ def take_over(model: nn.Module, patches: Patches) -> str | None:
         return "its attention doesn't go through transformers' registry"
     if any(map(_returns_weights, submodels)):
         return "its code returns attention weights, which ours doesn't write"
+    compares = next((type(module).__name__ for _, module, _ in _configured(model) if _compares_name(module)), None)
+    if compares is not None:
+        return f"the code of {compares} does something else if the attention implementation has another name"
     attention.register()
     # A model around a base model makes no masks: its config, which users hand on to other models, stays untouched.
     outer = {id(submodel) for submodel in submodels if submodel.base_model is not submodel}
@@ -50,6 +54,29 @@ def _returns_weights(submodel: Any) -> bool:
     code = inspect.unwrap(type(submodel).forward).__code__
     named = any("attentions" in constant for constant in code.co_consts if isinstance(constant, tuple))
     return named and "attentions" not in code.co_names and not submodel._supports_sdpa
+
+
+def _compares_name(module: nn.Module) -> bool:
+    """Whether code beside the registry asks if the implementation is SDPA, as DeepSeek's sparse attention does.
+
+    Under our name such code takes the branch of a kernel that finds the chosen keys by itself, and hides none. Code
+    that asks for "eager" alone (GPT-2) wants attention weights, or scores in fp32.
+    """
+    if "_attn_implementation" in vars(module):  # a copy of the name, which stays stock's (GPT-2 before transformers 5)
+        return False
+    kinds = type(module).__mro__[: type(module).__mro__.index(_first_base(module))]
+    functions = [function for kind in kinds for function in vars(kind).values() if inspect.isfunction(function)]
+    return any(_asks_for_sdpa(inspect.unwrap(function).__code__) for function in functions)
+
+
+def _first_base(module: nn.Module) -> type:
+    bases = (sys.modules["transformers"].PreTrainedModel, nn.Module)
+    return next(kind for kind in type(module).__mro__ if kind in bases)
+
+
+def _asks_for_sdpa(code: CodeType) -> bool:
+    constants = [part for one in code.co_consts for part in (one if isinstance(one, tuple | frozenset) else (one,))]
+    return "_attn_implementation" in code.co_names and "sdpa" in constants
 
 
 def choose(model: nn.Module, ragged: bool) -> None:

@@ -87,8 +87,8 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
     given = dict(zip(_names(type(self).forward)[1:], args, strict=False)) | kwargs
     mask = next((given.pop(name) for name in _MASKS if name in given), None)
     reason = "its encoder is probed" if probing.get() else _obstacle(self, hidden_states, given)
-    sequences = None if reason is not None else _sequences(mask, hidden_states)
-    if sequences is None:
+    scope = None if reason is not None else _scope(mask, hidden_states)
+    if scope is None:
         step_aside(self, reason or "the mask is not plain")
         if isinstance(mask, RaggedTokens):
             return _stock_on_padded(stock, mask, hidden_states, args, kwargs)
@@ -98,8 +98,8 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
     heads = triple[0].out_features // size
     weights, biases = [part.weight for part in triple], [part.bias for part in triple]
     context = self_attention(
-        flat(hidden_states), weights, biases, sequences,
-        heads=heads, scale=size**-0.5, causal=False, p=rate, arithmetic=arithmetic_of(self),
+        flat(hidden_states), weights, biases, scope.sequences,
+        heads=heads, scale=size**-0.5, causal=scope.causal, p=rate, arithmetic=arithmetic_of(self),
     )  # fmt: skip
     out = _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states)
     length = _lengths[type(self)]
@@ -125,11 +125,11 @@ def _obstacle(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | No
     return reason
 
 
-def _sequences(mask: object, x: Tensor) -> Sequences | None:
-    """What the attention works on, or None if only stock's mask can say it."""
+def _scope(mask: object, x: Tensor) -> registry.Scope | None:
+    """What each query may attend to, or None if only stock's mask can say it."""
     if isinstance(mask, RaggedTokens):
-        return mask.sequences
-    return Sequences.dense(*x.shape[:2]) if mask is None or hides_nothing(mask) else None
+        return None if mask.causal is None else registry.Scope(mask.sequences, mask.causal)
+    return registry.Scope(Sequences.dense(*x.shape[:2]), False) if mask is None or hides_nothing(mask) else None
 
 
 def _stock_on_padded(

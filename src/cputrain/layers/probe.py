@@ -147,8 +147,11 @@ def quietly(may_draw: bool = False) -> Iterator[None]:
 
 
 def _no_saving_hooks() -> torch.autograd.graph.saved_tensors_hooks:
-    """Only the innermost hooks are called: a checkpoint around the model must not count a twin's tensors as its own."""
-    return torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+    """Only the innermost hooks are called: a checkpoint around the model must not count a twin's tensors as its own.
+
+    Detached, because a result that its own node saves would keep the graph, and with it the twin, in memory for ever.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, lambda x: x)
 
 
 def _random_state() -> tuple:

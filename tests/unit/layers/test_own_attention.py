@@ -12,6 +12,7 @@ from torch.nn import functional as F
 
 import cputrain
 from cputrain.layers.attention_mask import hides_nothing, padding_of
+from cputrain.padding import PaddingMask
 
 LOWEST = torch.finfo(torch.float32).min
 REAL = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 0, 0, 0], [0, 1, 0, 1, 1, 0]]).bool()
@@ -228,3 +229,14 @@ def test_what_a_mask_hides(lowest):
 def test_masks_that_say_more_or_something_else(mask):
     assert padding_of(mask, 3, 6) is None
     assert not hides_nothing(mask)
+
+
+@pytest.mark.parametrize("causal", [False, True, None])
+def test_ragged_tokens_keep_what_their_mask_hides(causal):
+    """GIT's images see each other and its text is causal: None, a mask that only stock's attention can follow."""
+    stock, ours = (model.layers[0].attention for model in both())
+    x, order = torch.randn(3, 6, HIDDEN), torch.arange(6)
+    seen = {False: order[:, None] >= 0, True: order[:, None] >= order, None: (order[:, None] >= order) | (order < 2)}
+    mask = torch.where(seen[causal] & REAL[:, None, None, :], 0.0, LOWEST)
+    ragged = PaddingMask(3, 6, REAL, causal, lambda: mask).ragged
+    torch.testing.assert_close(ours(x[REAL][None], ragged)[0][0], stock(x, mask)[0][REAL], rtol=1e-4, atol=1e-5)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+
 import pytest
 import torch
+import transformers as hf
 from torch import Tensor, nn
 
+import cputrain
 from cputrain.layers.signature import repeated_layers, short_twins, signature
 from cputrain.layers.twin import CannotCopy, small_sizes, twin_of
 
@@ -81,3 +86,15 @@ def test_small_sizes_keep_their_order() -> None:
     twin = twin_of(module, sizes=sizes)
     assert twin(torch.randn(3, sizes[512])).shape == (3, 16)
     assert (twin[0].in_features, twin[0].out_features) == (sizes[512], sizes[2048])
+
+
+def test_no_twin_outlives_optimize():
+    """An autograd graph that is never run backwards, and saved by hooks, kept itself and its twin."""
+    model = hf.GPT2LMHeadModel(
+        hf.GPT2Config(n_embd=32, n_head=4, n_layer=2, vocab_size=50, bos_token_id=1, eos_token_id=2)
+    )
+    cputrain.optimize(copy.deepcopy(model), dtype="fp32")  # what is made once stays
+    gc.collect()
+    before = sum(isinstance(found, nn.Parameter) for found in gc.get_objects())
+    cputrain.optimize(model, dtype="fp32")
+    assert sum(isinstance(found, nn.Parameter) for found in gc.get_objects()) == before
