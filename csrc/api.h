@@ -230,6 +230,10 @@ struct CclStatus {
   int64_t kind, culprit, reporter;
   int64_t sequence, operation, dtype, root, bytes, reduction;
 };
+// A user's collective, of which calls may be steps; sequence 0: they are none.
+struct CclCall {
+  int64_t sequence, operation, dtype, reduction, root, bytes;
+};
 // One rank's side of a group; the caller owns it, calls change round and sequence.
 struct CclGroup {
   void* base;              // of the shared memory
@@ -240,6 +244,7 @@ struct CclGroup {
   int64_t aborted;  // not 0 ends all that waits
   uint64_t sequence;
   uint32_t round, unused;
+  CclCall call;  // shown to the others in place of its steps
 };
 // operation, dtype, reduction, root and bytes must be the same on every rank. The pointers depend
 // on the way: output = reduction of everybody's output of `bytes` (only at root, unless -1); output
@@ -260,6 +265,8 @@ CPUTRAIN_EXPORT void KERNEL(ccl_collective)(CclGroup* group, const CclCollective
                                             CclStatus* status, int64_t timeout_ns);
 // Tells the others that this rank ends the group, so that its end is no death.
 CPUTRAIN_EXPORT void KERNEL(ccl_leave)(CclGroup* group);
+// absent[r]: whether rank r is behind this one, which has timed out.
+CPUTRAIN_EXPORT void KERNEL(ccl_absent)(CclGroup* group, int64_t* absent);
 // Ends the group for all ranks of this machine, for a reason from outside it: culprits from `ranks`
 // on are ranks of other machines, as the caller counts them.
 CPUTRAIN_EXPORT void KERNEL(ccl_report)(CclGroup* group, int64_t kind, int64_t culprit);

@@ -225,6 +225,14 @@ void KERNEL(ccl_leave)(CclGroup* group) {
   __atomic_store_n(&control->left, 1, __ATOMIC_SEQ_CST);
 }
 
+void KERNEL(ccl_absent)(CclGroup* group, int64_t* absent) {
+  CclStatus status;
+  Member m(group, &status, 0);
+  const uint32_t mine = load_acquire(&m.control(m.rank())->posted.value);
+  for (int64_t r = 0; r < m.ranks(); r++)
+    absent[r] = !reached(load_acquire(&m.control(r)->posted.value), mine);
+}
+
 void KERNEL(ccl_report)(CclGroup* group, int64_t kind, int64_t culprit) {
   CclStatus status;
   Member m(group, &status, 0);

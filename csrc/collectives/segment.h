@@ -15,6 +15,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <initializer_list>
 
 #include "api.h"
 
@@ -24,7 +25,7 @@ namespace {
 struct Header {
   uint64_t sequence;
   int64_t operation, dtype, reduction, root, bytes;
-  int64_t unused[2];
+  int64_t call, step;  // number of the user's collective if this is a step of one, and which step
 };
 // Word by word, because whoever reports a failure may read a header that its rank is writing: the
 // report is then of either collective, and nobody reads half a word.
@@ -133,7 +134,13 @@ class Member {
   void begin(int64_t operation, int64_t dtype, int64_t reduction, int64_t root, int64_t bytes) {
     group_->sequence++;
     first_round_ = group_->round;
-    mine_ = {group_->sequence, operation, dtype, reduction, root, bytes, {}};
+    mine_ = {group_->sequence, operation, dtype, reduction, root, bytes, 0, 0};
+    const CclCall& call = group_->call;
+    if (!call.sequence) return;
+    int64_t step = bytes;  // compared only: steps that differ have different numbers
+    for (int64_t word : {operation, dtype, reduction, root}) step = step * 257 + word;
+    mine_ = {group_->sequence, call.operation, call.dtype,    call.reduction,
+             call.root,        call.bytes,     call.sequence, step};
   }
   // Waits until this rank's slot may be written.
   bool open_round() {
@@ -197,7 +204,8 @@ class Member {
     // Another thread of this process sets it.
     if (__atomic_load_n(&group_->aborted, __ATOMIC_RELAXED)) return !fail(kCclAborted, -1);
     if (load_acquire(&preamble()->failed) != 2) return false;
-    fail(preamble()->kind, preamble()->culprit);
+    const int64_t kind = preamble()->kind, culprit = preamble()->culprit;
+    fail(kind, kind == kCclMismatch ? odd_one(culprit, preamble()->reporter) : culprit);
     status_->reporter = preamble()->reporter;
     return true;
   }
@@ -208,7 +216,7 @@ class Member {
     status_->culprit = culprit;
     if (culprit >= 0 && culprit < ranks()) {  // else a rank of another machine
       const Header header = last_header(culprit);
-      status_->sequence = header.sequence;
+      status_->sequence = header.call ? header.call : header.sequence;
       status_->operation = header.operation;
       status_->dtype = header.dtype;
       status_->root = header.root;
@@ -244,6 +252,13 @@ class Member {
   }
 
  private:
+  // Of two ranks that differ, the one that isn't in this rank's collective.
+  int64_t odd_one(int64_t culprit, int64_t reporter) const {
+    if (culprit < 0 || culprit >= ranks() || reporter == rank()) return culprit;
+    const Header theirs = read_header(&control(culprit)->headers[mine_.sequence % kHeaders]);
+    return culprit == rank() || memcmp(&theirs, &mine_, sizeof mine_) == 0 ? reporter : culprit;
+  }
+
   // Whether waiting still makes sense. A process that ended without having left the group died,
   // even if it isn't the one that is waited for: nobody can finish without it.
   bool is_sound(int64_t awaited) {

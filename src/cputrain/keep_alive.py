@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 
-_IDLE, _INTERVAL, _PROBES = 3, 2, 4  # seconds, seconds: broken after 11 s without an answer
+_IDLE, _INTERVAL, _PROBES = 3, 2, 3  # seconds, seconds: broken after 9 s without an answer
 
 
 def keep_alive(connection: socket.socket) -> None:

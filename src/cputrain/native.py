@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ctypes
 import os
+import platform
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache, lru_cache
@@ -42,6 +44,7 @@ SIGNATURES = {
     "sgd": "ippppddddis",
     "sum_of_squares": "ippps",
     "scale": "ippfs",
+    "ccl_absent": "pp",
     "ccl_collective": "pppi",
     "ccl_leave": "p",
     "ccl_readable": "pip",
@@ -125,6 +128,13 @@ def _with_working_memory(function: Callable) -> Callable:
             raise RuntimeError("the number of threads changed during a call of a kernel; call it again.")
 
     return run
+
+
+def why_not() -> str | None:
+    """Why no kernel runs on this platform; None where they should, even if the library is missing or broken."""
+    if sys.platform == "linux" and platform.machine().lower() in ("x86_64", "amd64"):
+        return None
+    return f"cputrain's kernels need Linux on x86-64, this is {platform.system()} on {platform.machine()}"
 
 
 @lru_cache(maxsize=1)

@@ -103,6 +103,12 @@ def a_rank_is_late(rank: int, place: Path) -> None:
     dist.all_reduce(torch.ones(10))
 
 
+def two_ranks_are_late_for_a_monitored_barrier(rank: int, place: Path) -> None:
+    if rank:
+        time.sleep(8)
+    dist.monitored_barrier(timeout=timedelta(seconds=5), wait_all_ranks=True)
+
+
 def a_rank_is_stopped(rank: int, place: Path) -> None:
     if rank == 1:
         child = os.fork()

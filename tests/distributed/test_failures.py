@@ -26,6 +26,8 @@ RUNS: dict[str, tuple[list[str], int, float, str]] = {
     ),
     "three": (["a_rank_is_killed"], 3, 60, ""),
     "three, impatient": (["a_rank_is_late"], 3, 2, ""),
+    "three, monitored": (["two_ranks_are_late_for_a_monitored_barrier"], 3, 60, ""),
+    "three machines, monitored": (["two_ranks_are_late_for_a_monitored_barrier"], 3, 60, "0;1,2"),
     "three, messages": (["a_rank_is_killed_while_others_wait_for_a_message"], 3, 60, ""),
     "two machines": (["sizes_differ", "parts_differ", "a_rank_is_stopped", "a_rank_is_killed"], 2, 60, "0;1"),
     "one and two": (
@@ -74,6 +76,13 @@ def test_the_timeout_names_the_late_rank() -> None:
         assert found[rank][1].startswith("PeerLate")
         assert 2 <= found[rank][0] < 5
     assert "rank 2" in found[2][1]  # it comes too late, and hears why
+
+
+@pytest.mark.parametrize("run", ["three, monitored", "three machines, monitored"])
+def test_a_monitored_barrier_names_all_that_are_late(run: str) -> None:
+    found = outcome(run)["two_ranks_are_late_for_a_monitored_barrier"][0][1]
+    assert found.startswith("PeerLate: rank 1 (host ") and "rank 2 (host " in found, found
+    assert found.endswith("did not come to monitored_barrier: waited 5 s."), found
 
 
 @pytest.mark.parametrize("run", ["two", "two machines"])
@@ -138,4 +147,6 @@ def test_mismatched_collectives_of_two_machines_are_reported(run: str, name: str
     if name == "reductions_differ":
         assert "(float32, 40 bytes, max)" in found[0][1] and "(float32, 40 bytes, sum)" in found[0][1]
     if name == "the_last_takes_the_mean":
-        assert "rank 2" in found[1][1] and "(float32, 40 bytes, root 0, avg)" in found[1][1], found[1][1]
+        assert "rank 2" in found[1][1] and "is in all_reduce number 3 (float32, 40 bytes, avg)" in found[1][1], found[
+            1
+        ][1]

@@ -48,6 +48,21 @@ def test_the_transport_is_two_level(machines: tuple[str, Outcome]) -> None:
     assert machines[1].transports == {MACHINES[machines[0]]}
 
 
+# --- Sparse tensors ----------------------------------------------------------------------------------------------
+
+SPARSE = "tests.distributed.sparse_operations"
+
+
+@pytest.fixture(scope="module", params=["", "0,1;2"], ids=["one machine", "two machines"])
+def sparse(request, tmp_path_factory) -> Outcome:
+    return Outcome(tmp_path_factory.mktemp("sparse"), 3, SPARSE, CPUTRAIN_CCL_TEST_MACHINES=request.param)
+
+
+@pytest.mark.parametrize("case", cases_of(SPARSE))
+def test_sparse_operation(case: str, sparse: Outcome) -> None:
+    sparse.check(case)
+
+
 def test_torch_hangs_no_recorder_of_its_own_on_a_group(tmp_path, monkeypatch) -> None:
     """torch 2.15 would, unless the backend says that it keeps one; here the set of those that do is made up."""
     keeping = set()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cputrain.distributed import backend, communication_cpus, variables
-from cputrain.distributed.engines import compiled, mpi_library
+from cputrain.distributed.engines import compiled, mpi_library, oneccl_library
 from cputrain.distributed.work import Lane
 
 
@@ -85,3 +85,26 @@ def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatc
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(ValueError, match="a test needs a C\\+\\+ compiler once"):
         compiled.library("libone.so", "int x;", [], "a test")
+
+
+def test_another_oneccl_in_the_same_place_is_compiled_for_anew(tmp_path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(oneccl_library, "_prefix", lambda: tmp_path)
+    monkeypatch.setattr(oneccl_library, "settings", lambda environ, address: {})
+    for name in ("include/oneapi/ccl.hpp", "lib/pkgconfig/ccl.pc"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).write_text("Version: 2021.13.1\n")
+    asked = []
+
+    def library(*words: str) -> None:
+        asked.append(compiled_library("libone.so", "int x;", [], *words[3:]))
+        raise InterruptedError
+
+    compiled_library = compiled.library
+    monkeypatch.setattr(compiled, "library", library)
+    for name in ("", "", "lib/pkgconfig/ccl.pc", "include/oneapi/ccl.hpp"):
+        if name:
+            (tmp_path / name).write_text("Version: 2022.0\n")
+        with pytest.raises(InterruptedError):
+            oneccl_library.Library("127.0.0.1")
+    assert asked[0] == asked[1] and len(set(asked)) == 3

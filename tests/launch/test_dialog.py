@@ -87,7 +87,7 @@ class Terminal:
 def test_the_guides_answers_give_the_guides_file(dialog, expected: str, tmp_path: Path) -> None:
     terminal = Terminal("--file", str(tmp_path / "out.yaml"), home=tmp_path)
     terminal.answer(dialog)
-    terminal.wait_for("`cputrain launch SCRIPT` reads it")
+    terminal.wait_for(f"`cputrain launch --config_file {tmp_path}/out.yaml SCRIPT` reads it")
     assert terminal.end() == 0
     assert (tmp_path / "out.yaml").read_text() == expected
 
@@ -100,10 +100,47 @@ def test_a_wrong_answer_is_asked_again_and_deepspeed_gets_a_sentence(tmp_path: P
     terminal.wait_for("Answer yes or no.")
     terminal.type("\x7f" * len("perhaps") + "no" + ENTER)
     terminal.answer([*ALONE[3:5], ("DeepSpeed", "yes" + ENTER), ("the answer is taken as no", "")])
-    terminal.answer([("FP16 or BF16", ENTER), ("The configuration is in", "")])
+    terminal.answer(
+        [("FP16 or BF16", ENTER), ("The configuration is in", ""), ("`cputrain launch SCRIPT` reads it", "")]
+    )
     assert terminal.end() == 0
     written = (tmp_path / ".config/cputrain/default_config.yaml").read_text()
     assert "use_cpu: false" in written and "mixed_precision: 'no'" in written
+
+
+@pytest.mark.parametrize("answer", ["", "no"], ids=["just Enter", "no"])
+def test_a_file_is_overwritten_only_if_the_user_says_so(answer: str, tmp_path: Path) -> None:
+    (tmp_path / "out.yaml").write_text("mine")
+    terminal = Terminal("--file", str(tmp_path / "out.yaml"), home=tmp_path)
+    terminal.answer(
+        [("out.yaml exists.", ""), ("Do you want to overwrite it?", answer + ENTER), ("Nothing was written.", "")]
+    )
+    assert terminal.end() == 1
+    assert (tmp_path / "out.yaml").read_text() == "mine"
+
+
+def test_a_user_who_agrees_is_asked_the_questions(tmp_path: Path) -> None:
+    (tmp_path / "out.yaml").write_text("mine")
+    terminal = Terminal("--file", str(tmp_path / "out.yaml"), home=tmp_path)
+    terminal.answer(
+        [("out.yaml exists.", ""), ("Do you want to overwrite it?", "yes" + ENTER), *ALONE, ("reads it", "")]
+    )
+    assert terminal.end() == 0
+    assert (tmp_path / "out.yaml").read_text() == ONE
+
+
+def test_without_a_terminal_only_overwrite_overwrites(tmp_path: Path) -> None:
+    path = tmp_path / "out.yaml"
+    path.write_text("mixed_precision: bf16\n")
+    for arguments in (["--default", "--file", str(path)], ["--for-accelerate", str(path)]):
+        answer = run(*arguments)
+        assert (answer.returncode, answer.stderr) == (
+            2,
+            f"cputrain: {path} exists: give --overwrite, or another file.\n",
+        )
+        assert path.read_text() == "mixed_precision: bf16\n"
+    assert run("--default", "--overwrite", "--file", str(path)).returncode == 0
+    assert "mixed_precision: 'no'" in path.read_text()
 
 
 def test_an_interrupt_writes_nothing(tmp_path: Path) -> None:

@@ -139,6 +139,7 @@ def test_rank_0_is_asked_for_its_address(at_exit) -> None:
     answers = all_ranks(3, lambda rank: rendezvous.meet(place(rank, 3), manager.environ(rank))[0])
     assert len({(meeting.address, meeting.port) for meeting in answers}) == 1
     assert not answers[0].address.startswith("127."), "the ranks might be on other machines"
+    assert len(answers[0].token) == 64 and len({meeting.token for meeting in answers}) == 1
     with socket.create_server(("", answers[0].port)):
         pass  # the port is free again, for torch's store
 
@@ -146,7 +147,20 @@ def test_rank_0_is_asked_for_its_address(at_exit) -> None:
 def test_a_local_world_asks_for_a_port_only(at_exit) -> None:
     manager = Manager(2)
     answers = all_ranks(2, lambda rank: rendezvous.meet(place(rank, 2, 2), manager.environ(rank))[0])
-    assert answers[0] == answers[1] and answers[0].address == "127.0.0.1"
+    assert answers[0] == answers[1] and answers[0].address == "127.0.0.1" and len(answers[0].token) == 64
+
+
+def test_strangers_are_not_taken_for_ranks_by_the_greeter() -> None:
+    key = rendezvous._greeting_key("the token")
+    with rendezvous._Greeter(None, key, 2) as greeter:
+        strangers = [socket.create_connection(("127.0.0.1", greeter.port)) for _ in range(10)]
+        for words, stranger in zip((b"", b"x", b"GET / HTTP/1.1\r\n\r\n", b"y" * 1000), strangers, strict=False):
+            stranger.sendall(words)
+        assert not rendezvous._answers("127.0.0.1", greeter.port, "another", 1) and greeter.met_at is None
+        assert rendezvous._answers("127.0.0.1", greeter.port, "the token", 1)
+        for stranger in strangers:
+            stranger.close()
+    assert greeter.met_at == "127.0.0.1"
 
 
 def test_an_address_that_does_not_answer_is_a_sentence(at_exit, monkeypatch) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -11,10 +13,14 @@ import time
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as some
 
-from cputrain import __version__
-from cputrain.launch import roll_call
+from cputrain import __version__, authentication
+from cputrain.launch import rendezvous, roll_call
 from tests.launch.programs import CLEAN
+
+KEY = authentication.key_for("roll call of machines", {})
 
 
 @pytest.fixture
@@ -87,31 +93,132 @@ def test_other_versions_do_not_fit(endpoint: str) -> None:
     older = roll_call.Card(1, 2, "box2", version="0.0.1")
     patience = roll_call._Patience(endpoint, 20, roll_call.MACHINES)
     with pytest.raises(ValueError) as error:
-        roll_call._report(older, patience)
+        roll_call._report(older, patience, KEY)
     thread.join()
     here = f"{socket.gethostname()} has {__version__}"
     assert [str(error.value)] == told == [f"box2 has cputrain 0.0.1, {here}: install the same version on both."]
 
 
-def test_strangers_are_ignored(endpoint: str) -> None:
-    """A port scanner, a browser, or somebody who hangs up."""
+def test_another_token_is_named(endpoint: str, monkeypatch) -> None:
     told: list[str] = []
-    thread = threading.Thread(target=lambda: told.extend(held(endpoint, (0, 2))))
+    thread = threading.Thread(target=lambda: told.extend(held(endpoint, (0, 2), seconds=4)))
     thread.start()
-    host, port = endpoint.split(":")
-    strangers = []
-    for words in (b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", json.dumps({"machine": "x"}).encode(), b""):
+    with pytest.raises(ValueError, match=r"machine 0 did not come .*\(it refuses us: is CPUTRAIN_TOKEN the same there"):
+        roll_call.hold(endpoint, 1, 2, {roll_call.SECONDS: "2", authentication.TOKEN: "another"})
+    thread.join()
+    assert told[0].startswith("machine 1 of 2 (counted from 0) did not come")
+
+
+# --- Strangers ---------------------------------------------------------------------------------------------------
+
+NONSENSE = [
+    b"GET / HTTP/1.1\r\n\r\n",
+    b"[1]\n",
+    b'{"machine": "x"}\n',
+    b'{"machine": Infinity, "machines": 2, "host": "x", "version": "1"}\n',
+    b'{"machine": 1e999, "machines": NaN, "host": [], "version": {}}\n',
+    b'{"machine": true, "machines": 2, "host": "x", "version": "1"}\n',
+    b"[" * 4000 + b"\n",
+    b'{"a":' * 600 + b"\n",
+    b"\xff\xfe\n",
+    b"9" * 5000 + b"\n",
+    b"\n",
+    b"",
+]
+
+
+class Waiting:
+    """Machine 0 of two, which waits for the other one."""
+
+    def __init__(self, endpoint: str, seconds: int = 60) -> None:
+        self.host, self.port = endpoint.split(":")
+        self.told: list[str] = []
+        self._thread = threading.Thread(target=lambda: self.told.extend(held(endpoint, (0, 2), seconds=seconds)))
+        self._thread.start()
+
+    def stranger(self, words: bytes, ending: str = "stay", knows_protocol: bool = False) -> socket.socket:
+        address = (self.host, int(self.port))
         while True:
             try:
-                strangers.append(socket.create_connection((host, int(port)), timeout=5))
+                found = authentication.connect(address, KEY, 1) if knows_protocol else socket.create_connection(address)
                 break
             except ConnectionRefusedError:
                 time.sleep(0.05)
-        strangers[-1].sendall(words)
-    strangers[-1].close()
-    roll_call.hold(endpoint, 1, 2, {})
-    thread.join()
-    assert told == ["all there"]
+        with contextlib.suppress(ConnectionError):
+            found.sendall(words)
+        if ending == "reset":
+            found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        if ending != "stay":
+            found.close()
+        return found
+
+    def end(self) -> list[str]:
+        roll_call.hold(f"{self.host}:{self.port}", 1, 2, {})
+        self._thread.join()
+        return self.told
+
+
+def test_strangers_are_ignored(endpoint: str) -> None:
+    """A port scanner, a browser, or a program that resets or says nothing."""
+    waiting = Waiting(endpoint)
+    strangers = [waiting.stranger(words, how) for words in NONSENSE for how in ("stay", "close", "reset")]
+    assert waiting.end() == ["all there"]
+    for one in strangers:
+        one.close()
+
+
+def test_nonsense_of_one_that_knows_the_token_is_ignored(endpoint: str) -> None:
+    """Without a token, that is every program that speaks our protocol."""
+    waiting = Waiting(endpoint)
+    strangers = [waiting.stranger(words, how, True) for words in NONSENSE for how in ("stay", "close", "reset")]
+    assert waiting.end() == ["all there"]
+    for one in strangers:
+        one.close()
+
+
+def test_one_that_knows_the_token_and_says_nothing_is_forgotten(endpoint: str, monkeypatch) -> None:
+    monkeypatch.setattr(authentication, "SECONDS", 0.3)
+    waiting = Waiting(endpoint)
+    with waiting.stranger(b"", knows_protocol=True) as silent:
+        silent.settimeout(20)
+        assert silent.recv(10) == b""
+    assert waiting.end() == ["all there"]
+
+
+JSON = some.recursive(
+    some.none() | some.booleans() | some.integers() | some.floats() | some.text(max_size=9),
+    lambda inner: some.lists(inner, max_size=4) | some.dictionaries(some.sampled_from(["machine", "host", "x"]), inner),
+)
+
+
+@settings(deadline=None)  # a busy machine may stop it for longer
+@given(line=some.binary(max_size=300) | JSON.map(lambda value: json.dumps(value).encode()))
+def test_no_line_is_an_error(line: bytes) -> None:
+    card = roll_call.Card.from_line(line)
+    assert card is None or [type(value) for value in vars(card).values()] == [int, int, str, str]
+
+
+@settings(deadline=None)  # a busy machine may stop it for longer
+@given(machine=some.integers(), machines=some.integers(), host=some.text(), version=some.text())
+def test_a_card_is_read_as_it_was_written(machine: int, machines: int, host: str, version: str) -> None:
+    card = roll_call.Card(machine, machines, host, version)
+    assert roll_call.Card.from_line(json.dumps(vars(card)).encode()) == card
+
+
+@pytest.mark.parametrize(("host", "address"), [("127.0.0.1", "127.0.0.1"), ("localhost", "127.0.0.1"), ("::1", "::1")])
+def test_a_local_roll_call_listens_on_loopback_only(host: str, address: str) -> None:
+    patience = roll_call._Patience(f"{host}:0", 1, roll_call.MACHINES)
+    with roll_call._listening(patience) as server:
+        assert server.getsockname()[0] == address
+
+
+def test_a_roll_call_of_machines_listens_at_the_address_that_they_use(monkeypatch) -> None:
+    own = rendezvous.own_addresses()[0]
+    assert rendezvous.address_to_bind(own) == own
+    assert rendezvous.address_to_bind("192.0.2.7") == "", "translated on the way here"
+    resolved = [(0, 0, 0, "", ("127.0.1.1", 0))]
+    monkeypatch.setattr(rendezvous.socket, "getaddrinfo", lambda *_, **__: resolved)
+    assert rendezvous.address_to_bind("box1") == "", "the others know box1 by another address"
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-5"])

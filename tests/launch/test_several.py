@@ -238,18 +238,21 @@ def test_kubeflows_node_is_launched(place: Path) -> None:
 
 def test_a_dry_run_starts_nothing_and_keeps_secrets(place: Path) -> None:
     options = ["-n", "2", "--env", "API_TOKEN=hush", "--env", "HTTPS_PROXY=http://me:hush@proxy:1", "--dry-run"]
-    answer = launch(*options, "show.py", "--hub_token", "hush", folder=place, OMP_NUM_THREADS="999")
+    words = ["--hub_token", "hush", "--tokenizer_name", "bert"]
+    answer = launch("--env", "HF_AUTH=hush", *options, "show.py", *words, folder=place, OMP_NUM_THREADS="999")
     assert answer.returncode == 0, answer.stderr
     assert "SHOWN" not in answer.stdout and "hush" not in answer.stdout
     for said in (
         "engine: local (all 2 ranks are on this machine)",
         "meeting: on this machine alone",
         "API_TOKEN=***",
+        "HF_AUTH=***",
+        "show.py --hub_token '***' --tokenizer_name bert",
         "HTTPS_PROXY=http://***@proxy:1",
         "rank 1: ",
         ", OMP_NUM_THREADS=999 (",
         "warning: OMP_NUM_THREADS=999 is kept, but this rank has",
-        "-m cputrain run show.py",
+        "cputrain/__main__.py run show.py",
         "OpenMP here: ",
     ):
         assert said in answer.stdout

@@ -64,7 +64,7 @@ struct Rank {
   int64_t number = 0;  // of the collective
 
   Rank(void* base, int64_t rank, int64_t ranks, int64_t spin, uint64_t seed)
-      : group{base, nullptr, nullptr, rank, ranks, spin, 0, 0, 0, 0}, plan(seed) {}
+      : group{base, nullptr, nullptr, rank, ranks, spin, 0, 0, 0, 0, {}}, plan(seed) {}
 
   CclStatus call(const CclCollective& collective) {
     CclStatus status;

@@ -50,6 +50,11 @@ class AloneTransport(Transport):
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
         raise ValueError("a group of one rank has nobody to receive from.")
 
+    def begin_call(
+        self, text: str, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None
+    ) -> None:
+        pass
+
     def report(self, kind: int, culprit: int) -> None:
         pass
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cputrain.distributed import rendezvous, variables
+from cputrain import attempt
+from cputrain.distributed import dtensor, rendezvous, variables
 from cputrain.distributed.addresses import reachable_address
 from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines import EVERYBODY, Engine
@@ -31,7 +32,8 @@ TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
 ENGINES = {"gloo": ("gloo", "GlooEngine"), "mpi": ("mpi", "MpiEngine"), "oneccl": ("oneccl", "OneCclEngine")}
 TRANSPORTS = ("auto", "shm", *ENGINES)
 
-# How often this process has made a group of each name: a store may outlive a group of the same name.
+# How often this process has made a group of each name: a store may outlive a group of the same name. Processes that
+# are started anew count from 0 again, which is why keys have the attempt's name, too.
 _generations: Counter[str] = Counter()
 
 
@@ -42,6 +44,7 @@ def register() -> None:
         dist.Backend.register_backend("ccl", create, extended_api=True, devices=["cpu"])
     monitored = _monitored_barrier(distributed_c10d.monitored_barrier)
     distributed_c10d.monitored_barrier = dist.monitored_barrier = monitored
+    dtensor.use_all_to_all()
 
 
 def create(options: Any, _: Any) -> CclProcessGroup:
@@ -49,7 +52,7 @@ def create(options: Any, _: Any) -> CclProcessGroup:
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     generation = _generations[options.group_id]
     _generations[options.group_id] += 1
-    store = dist.PrefixStore(f"ccl/{generation}", options.store)
+    store = dist.PrefixStore(f"ccl/{attempt.name()}/{generation}", options.store)
     transport, reason = _choose(store, rank, global_ranks, timeout)
     if rank == 0:
         logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)

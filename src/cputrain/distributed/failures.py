@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
+from cputrain import blame
 from cputrain.distributed import native_calls
 from cputrain.distributed.native_calls import Status
 
 
 class CollectiveError(RuntimeError):
     """A collective that can't end; the group can't be used any more."""
+
+    culprit: int | None = None  # the global rank that is the cause, if one is known
 
 
 class PeerDied(CollectiveError):
@@ -35,6 +39,20 @@ class Peer:
 
     def __str__(self) -> str:
         return f"rank {self.global_rank} (host {self.host}, process {self.pid})"
+
+
+_Error = TypeVar("_Error", bound=CollectiveError)
+
+
+def blaming(peer: Peer, error: _Error) -> _Error:
+    error.culprit = peer.global_rank
+    return error
+
+
+def tell_launch(error: CollectiveError) -> None:
+    """So that it names the cause, and not this rank, which is about to fail because of it."""
+    if error.culprit is not None:
+        blame.tell(blame.Blame(error.culprit, f"{type(error).__name__}: {error}"))
 
 
 _ERRORS = {
@@ -72,14 +90,22 @@ def different_message(peer: int, sent: int, expected: int) -> CollectivesDiffer:
 
 def died_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine; `last` is what it is known to have finished."""
-    return PeerDied(
-        f"{peer} died, or its machine can't be reached; its last collective was {last}; this rank is in {mine}."
-    )
+    text = f"{peer} died, or its machine can't be reached; its last collective was {last}; this rank is in {mine}."
+    return blaming(peer, PeerDied(text))
 
 
 def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine that ended without what this one waits for."""
-    return PeerDied(f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}.")
+    text = f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}."
+    return blaming(peer, PeerDied(text))
+
+
+def differ(peer: Peer, theirs: str, mine: str, found: str = "") -> CollectivesDiffer:
+    text = (
+        f"the ranks called different collectives: {peer} is in {theirs}, this rank is in {mine}{found}; "
+        "order, dtype and shape must be the same on all ranks."
+    )
+    return blaming(peer, CollectivesDiffer(text))
 
 
 def differ_elsewhere(who: str, mine: str) -> CollectivesDiffer:
@@ -91,9 +117,23 @@ def differ_elsewhere(who: str, mine: str) -> CollectivesDiffer:
 
 
 def late(peer: Peer, seconds: float, last: str, mine: str) -> PeerLate:
+    waited = f"{peer} is late: waited {seconds:g} s (ddp_timeout)"
+    return blaming(peer, PeerLate(f"{waited}; its last collective was {last}; this rank is in {mine}."))
+
+
+def came_late(peer: Peer, seconds: float, mine: str) -> PeerLate:
+    """This rank itself is the late one."""
     return PeerLate(
-        f"{peer} is late: waited {seconds:g} s (ddp_timeout); its last collective was {last}; this rank is in {mine}."
+        f"this rank came late: {peer} waited {seconds:g} s (ddp_timeout), and has given up; it is in {mine}."
     )
+
+
+def all_late(absent: list[Peer], seconds: float, found: PeerLate) -> PeerLate:
+    """All that did not come to a monitored_barrier; the first error if no rank is known to be absent."""
+    if not absent:
+        return found
+    names = ", ".join(map(str, absent))
+    return blaming(absent[0], PeerLate(f"{names} did not come to monitored_barrier: waited {seconds:g} s."))
 
 
 def late_elsewhere(timeout: float) -> PeerLate:
@@ -113,7 +153,7 @@ def _from_elsewhere(kind: int, culprit: int, everybody: list[Peer], mine: str, s
         return late_elsewhere(seconds) if kind == native_calls.TIMEOUT else PeerDied(lost)
     peer = everybody[culprit]
     if kind == native_calls.MISMATCH:
-        return differ_elsewhere(str(peer), mine)
+        return blaming(peer, differ_elsewhere(str(peer), mine))
     if kind == native_calls.TIMEOUT:
         return late(peer, seconds, "the one before", mine)
     return died_elsewhere(peer, "the one before", mine)
@@ -138,8 +178,5 @@ def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: 
             f"this rank is in {mine}."
         )
     else:
-        text = (
-            f"the ranks called different collectives: {culprit} is in {last}, this rank is in {mine}{found}; "
-            "order, dtype and shape must be the same on all ranks."
-        )
-    return _ERRORS.get(status.kind, CollectiveError)(text)
+        return differ(culprit, last, mine, found)
+    return blaming(culprit, _ERRORS.get(status.kind, CollectiveError)(text))

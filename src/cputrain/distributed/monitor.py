@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import selectors
 import socket
 import struct
@@ -24,15 +25,19 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
+from cputrain import authentication
 from cputrain.distributed import communication_cpus, native_calls
 from cputrain.keep_alive import keep_alive
 
 _NUMBER = struct.Struct("i")
 _PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that it is in
 _TICK = 1.0  # seconds
+# A rank that is crowded out by strangers comes again; one with another token would come for ever.
+_REFUSED_SECONDS = 30.0
 _BYE = -1  # of the one who sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
 _IN_COLLECTIVE = -(2**31)  # a progress follows
-_DIFFERS = _IN_COLLECTIVE + 1  # a rank follows that called another collective than its machine's others
+_DIFFERS = _IN_COLLECTIVE + 1  # a rank follows, and one that called another collective than it
+_LATE = _IN_COLLECTIVE + 2  # a rank follows, and one for which it has waited in vain
 
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
@@ -50,7 +55,8 @@ class Monitor:
         tell: Callable[[int, int], None],
     ) -> None:
         """`tell` is called in a thread of its own: what happened (native_calls.DIED, MISMATCH), and to which rank."""
-        self.rank, self.dead, self.differing, self._tell = rank, -1, -1, tell
+        self.rank, self.dead, self._tell = rank, -1, tell
+        self.differing = self.differing_from = self.late = self.late_for = -1
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
         self.left: dict[int, float] = {}  # who has ended the group properly, and when
@@ -68,21 +74,30 @@ class Monitor:
 
     def absent(self) -> int | None:
         """Who has not come to the collective that this rank waits in; None if nobody is known, or it is too early."""
+        return next(iter(self.all_absent()), None)
+
+    def all_absent(self) -> list[int]:
+        """The first rank passes on what the others say: if it is late itself, nothing is known of them."""
         if time.monotonic() - self._entered_at < 3 * _TICK:
-            return None
-        others = (rank for rank in range(self._size) if rank != self.rank)
-        # The first rank passes on what the others say: if it is late itself, nothing is known of them.
-        return next((rank for rank in others if self._progress[rank] < self._entered), None)
+            return []
+        absent = [r for r in range(self._size) if r != self.rank and self._progress[r] < self._entered]
+        return [0] if absent[:1] == [0] else absent
 
     def culprit(self) -> int | None:
         """Who is most likely the cause if a collective has failed; None if nobody is known to be gone."""
         return self.dead if self.dead >= 0 else next(iter(self.left), None)
 
-    def tell_difference(self) -> None:
-        """The ranks of this machine are in different collectives: everybody else waits in vain."""
+    def tell_difference(self, other: int) -> None:
+        """This rank and another one are in different collectives: everybody else waits in vain."""
         if self.differing < 0:
-            self.differing = self.rank
-            self._pass_on(_DIFFERS, self.rank)
+            self.differing, self.differing_from = self.rank, other
+            self._pass_on(_DIFFERS, self.rank, other)
+
+    def tell_late(self, other: int) -> None:
+        """This rank has given up waiting for another one: its end, which follows, is no death."""
+        if self.late < 0:
+            self.late, self.late_for = other, self.rank
+            self._pass_on(_LATE, self.rank, other)
 
     def close(self) -> None:
         """Says that this rank ends properly."""
@@ -118,11 +133,16 @@ class Monitor:
             (number,) = self._read(peer, _NUMBER)
             if number == _IN_COLLECTIVE:
                 rank, came_to = self._read(peer, _PROGRESS)
-                self._progress[rank] = max(came_to, self._progress[rank])
+                self._progress[rank] = max(came_to, self._progress[self._checked(rank)])
                 return True
             if number == _DIFFERS:
-                self._note_difference(*self._read(peer, _NUMBER))
+                self._note_difference(*map(self._checked, self._read(peer, _PROGRESS)))
                 return True
+            if number == _LATE:
+                self._note_late(*map(self._checked, self._read(peer, _PROGRESS)))
+                return True
+            if number != _BYE:
+                self._checked(number if number >= 0 else -2 - number)
         except OSError:
             if peer not in self.left and not self._closing:
                 self._report(peer)
@@ -138,6 +158,12 @@ class Monitor:
         if len(content) < layout.size:
             raise ConnectionError("the peer's process or machine is gone")
         return layout.unpack(content)
+
+    def _checked(self, rank: int) -> int:
+        """What speaks of a rank that isn't there is no peer of ours any more."""
+        if rank not in self._progress:
+            raise ConnectionError(f"the peer speaks of a rank {rank}, which this group doesn't have")
+        return rank
 
     def _tell_progress(self) -> None:
         if time.monotonic() - self._entered_at > _TICK:
@@ -159,13 +185,21 @@ class Monitor:
         if self.rank == 0:
             self._pass_on(-2 - ended, but=ended)
 
-    def _note_difference(self, rank: int) -> None:
+    def _note_difference(self, rank: int, other: int) -> None:
         if self.differing >= 0:
             return
-        self.differing = rank
+        self.differing, self.differing_from = rank, other
         if self.rank == 0:
-            self._pass_on(_DIFFERS, rank, but=rank)
+            self._pass_on(_DIFFERS, rank, other, but=rank)
         self._tell(native_calls.MISMATCH, rank)
+
+    def _note_late(self, rank: int, late: int) -> None:
+        if self.late >= 0:
+            return
+        self.late, self.late_for = late, rank
+        if self.rank == 0:
+            self._pass_on(_LATE, rank, late, but=rank)
+        self._tell(native_calls.TIMEOUT, late)
 
     def _pass_on(self, *numbers: int, but: int = -1) -> None:
         text = b"".join(map(_NUMBER.pack, numbers))  # in one piece: several threads write
@@ -186,25 +220,55 @@ class Monitor:
 
 def _connect(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> dict[int, socket.socket]:
     """The first rank: a connection for each other one. All others: one to the first."""
-    if rank == 0:
-        with socket.create_server((address, 0), family=_family(address), backlog=size) as listener:
-            listener.settimeout(timeout.total_seconds())
-            store.set("monitor", f"{address} {listener.getsockname()[1]}")
-            found: dict[int, socket.socket] = {}
-            while len(found) < size - 1:
-                connection, _ = listener.accept()
-                connection.settimeout(timeout.total_seconds())
-                found[_NUMBER.unpack(connection.recv(_NUMBER.size, socket.MSG_WAITALL))[0]] = connection
-    else:
-        store.wait(["monitor"], timeout)
-        host, port = store.get("monitor").decode().split()
-        connection = socket.create_connection((host, int(port)), timeout.total_seconds())
-        connection.sendall(_NUMBER.pack(rank))
-        found = {0: connection}
+    deadline = time.monotonic() + timeout.total_seconds()
+    found = _gather(store, size, address, deadline) if rank == 0 else {0: _report(store, rank, timeout, deadline)}
     for connection in found.values():
         connection.settimeout(None)
         keep_alive(connection)
     return found
+
+
+def _gather(store: dist.Store, size: int, address: str, deadline: float) -> dict[int, socket.socket]:
+    """Of each rank its last connection: a rank whose first one broke has come again."""
+    if os.environ.get("RANK", "0") == "0":  # said by the first group, of all ranks; later groups have other first ranks
+        authentication.say_if_unprotected(os.environ)
+    group = secrets.token_hex(16)  # other groups, and earlier attempts, have ports of their own
+    server = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    with contextlib.closing(authentication.Listener(server, _key(group), size)) as listener:
+        store.set("monitor", f"{address} {listener.port} {group}")
+        found: dict[int, socket.socket] = {}
+        while len(found) < size - 1:
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(1, size) if rank not in found)
+                raise TimeoutError(f"rank {missing} of this group did not come within the group's timeout.")
+            for rank, connection in listener.wait(_TICK):
+                if rank in found:
+                    found.pop(rank).close()
+                if 0 < rank < size:
+                    found[rank] = connection
+                else:
+                    connection.close()
+    return found
+
+
+def _report(store: dist.Store, rank: int, timeout: timedelta, deadline: float) -> socket.socket:
+    store.wait(["monitor"], timeout)
+    host, port, group = store.get("monitor").decode().split()
+    patience = time.monotonic() + _REFUSED_SECONDS
+    while True:
+        try:
+            return authentication.connect((host, int(port)), _key(group), rank)
+        except authentication.Refused:
+            if time.monotonic() > patience:
+                raise
+        except OSError:
+            if time.monotonic() > deadline:
+                raise
+        time.sleep(0.1)
+
+
+def _key(group: str) -> bytes:
+    return authentication.key_for(f"monitor {group}", os.environ)
 
 
 def _family(address: str) -> socket.AddressFamily:

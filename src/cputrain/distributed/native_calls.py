@@ -103,6 +103,10 @@ class Status(ctypes.Structure):
 _SignalCallback = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
+class Call(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_int64) for name in ("sequence", "operation", "dtype", "reduction", "root", "bytes")]
+
+
 class Group(ctypes.Structure):
     _fields_ = [
         ("base", ctypes.c_void_p),
@@ -115,6 +119,7 @@ class Group(ctypes.Structure):
         ("sequence", ctypes.c_uint64),
         ("round", ctypes.c_uint32),
         ("unused", ctypes.c_uint32),
+        ("call", Call),
     ]
 
 
@@ -135,8 +140,18 @@ class Collective(ctypes.Structure):
     ]
 
 
+def check_ranks(ranks: int) -> None:
+    """Before memory is made for them: the kernels keep an address for each rank on the stack."""
+    if ranks > MOST_RANKS:
+        raise ValueError(
+            f"ccl shares memory among at most {MOST_RANKS:,} ranks of a machine, found {ranks:,}: start fewer, with "
+            "more threads each."
+        )
+
+
 def segment_bytes(ranks: int) -> int:
     """How much memory a group of so many ranks shares (most of it is never touched)."""
+    check_ranks(ranks)
     size = ctypes.c_int64()
     native.kernels().ccl_segment_bytes(ranks, ctypes.byref(size))
     return size.value
@@ -215,8 +230,8 @@ class SharedMemory:
     """One rank's side of the memory that a group's ranks on this machine share. One collective at a time."""
 
     def __init__(self, address: int, rank: int, ranks: int, pidfds: Sequence[int], spin: int) -> None:
-        if not 0 <= rank < ranks <= MOST_RANKS:
-            raise ValueError(f"ccl has ranks 0 … {MOST_RANKS - 1} on a machine, found rank {rank} of {ranks}.")
+        check_ranks(ranks)
+        assert 0 <= rank < ranks
         self._pidfds = (ctypes.c_int32 * len(pidfds))(*pidfds)
         self._interruption = _Interruption()
         self.rank, self.ranks = rank, ranks
@@ -225,6 +240,11 @@ class SharedMemory:
         )
         self._kernels = native.kernels()
         self._group_pointer = ctypes.addressof(self._group)
+
+    def begin_call(self, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None) -> None:
+        """What follows are steps of this collective, which the other ranks are shown in their place."""
+        kind = _DTYPE_NUMBERS.get(dtype, BYTES) if isinstance(dtype, torch.dtype) else BYTES
+        self._group.call = Call(number, _OPERATION_NUMBERS[name], kind, reduction or 0, root, size)
 
     def abort(self) -> None:
         """Ends whatever waits in other threads, and all later calls."""
@@ -237,6 +257,12 @@ class SharedMemory:
     def report(self, kind: int, culprit: int) -> None:
         """Ends the group on this machine for a reason from outside; `culprit` counts from `ranks` on."""
         self._kernels.ccl_report(self._group_pointer, kind, self.ranks + culprit)
+
+    def absent(self) -> list[bool]:
+        """Of each rank, whether it is behind this one, which has not got on."""
+        answer = (ctypes.c_int64 * self.ranks)()
+        self._kernels.ccl_absent(self._group_pointer, ctypes.addressof(answer))
+        return [bool(one) for one in answer]
 
     # --- Collectives, over addresses and bytes -------------------------------------------------------------------
 

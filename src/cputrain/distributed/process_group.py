@@ -18,9 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 
-from cputrain.distributed import native_calls, staging
-from cputrain.distributed.failures import CollectiveError
+from cputrain.distributed import failures, native_calls, sparse, staging
+from cputrain.distributed.failures import CollectiveError, PeerLate
 from cputrain.distributed.staging import Outputs
 from cputrain.distributed.transport import Transport
 from cputrain.distributed.work import Lane, SeveralWorks, Work
@@ -50,16 +51,28 @@ class CclProcessGroup(dist.ProcessGroup):
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction, limit = _reduction(opts), self._limit(opts, timeout)
         _check_reduction(tensors, reduction)
+        if tensors[0].layout is not torch.strided:
+            return self._allreduce_sparse(tensors, reduction, limit, opts)
         if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
             tensor = tensors[0]  # the common case, without a detour
-            return self._run(lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
+            return self._run("all_reduce", lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
 
         def run(_: Work) -> None:
             staging.in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
 
-        return self._run(run, tensors, opts)
+        return self._run("all_reduce", run, tensors, opts)
 
     allreduce_coalesced = allreduce
+
+    def _allreduce_sparse(self, tensors: list[Tensor], reduction: int, limit: float, opts: Any) -> Work:
+        for tensor in tensors:
+            sparse.check(tensor, reduction)
+
+        def run(_: Work) -> None:
+            for tensor in tensors:
+                sparse.all_reduce(self.transport, tensor, reduction, self._size, limit)
+
+        return self._run("sparse_all_reduce", run, tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         reduction, limit, root = _reduction(opts), self._limit(opts), opts.rootRank
@@ -68,7 +81,7 @@ class CclProcessGroup(dist.ProcessGroup):
         def run(_: Work) -> None:
             staging.in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
 
-        return self._run(run, list(tensors), opts)
+        return self._run("reduce", run, list(tensors), opts)
 
     def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         reduction, limit = _reduction(opts), self._limit(opts)
@@ -85,7 +98,7 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.reduce_scatter(target, sources, reduction, limit)
                 places.deliver()
 
-        return self._run(run, list(outputs), opts)
+        return self._run("reduce_scatter", run, list(outputs), opts)
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -106,7 +119,7 @@ class CclProcessGroup(dist.ProcessGroup):
         def run(_: Work) -> None:
             staging.in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
 
-        return self._run(run, tensors, opts)
+        return self._run("broadcast", run, tensors, opts)
 
     def allgather(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
@@ -130,7 +143,7 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.all_gather([places.place(t) for t in targets], staging.to_read(tensor), limit)
                 places.deliver()
 
-        return self._run(run, [target for targets, _ in pairs for target in targets], opts)
+        return self._run("all_gather", run, [target for targets, _ in pairs for target in targets], opts)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -153,7 +166,7 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.all_gather(targets, staging.to_read(tensor), limit)
                 places.deliver()
 
-        return self._run(run, list(outputs), opts)
+        return self._run("all_gather", run, list(outputs), opts)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -173,7 +186,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.gather([places.place(t) for t in targets], staging.to_read(tensor), root, limit)
             places.deliver()
 
-        return self._run(run, targets, opts)
+        return self._run("gather", run, targets, opts)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         limit, root, output = self._limit(opts), opts.rootRank, outputs[0]
@@ -187,7 +200,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.scatter(target, [staging.to_read(s) for s in sources], root, limit)
             places.deliver()
 
-        return self._run(run, [output], opts)
+        return self._run("scatter", run, [output], opts)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
@@ -202,7 +215,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.all_to_all(targets, [staging.to_read(tensor) for tensor in inputs], limit)
             places.deliver()
 
-        return self._run(run, list(outputs), opts)
+        return self._run("all_to_all", run, list(outputs), opts)
 
     def all_to_all_single(
         self,
@@ -221,7 +234,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.all_to_all(targets, sources, limit)
             places.deliver()
 
-        return self._run(run, [output], opts)
+        return self._run("all_to_all", run, [output], opts)
 
     # --- Messages and barriers -----------------------------------------------------------------------------------
 
@@ -249,29 +262,43 @@ class CclProcessGroup(dist.ProcessGroup):
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         limit = self._limit(opts, timeout)
-        return self._run(lambda _: self.transport.barrier(limit), [], opts)
+        return self._run("barrier", lambda _: self.transport.barrier(limit), [], opts)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
-        """A barrier that names the rank which did not come; every rank waits for every other one."""
+        """A barrier that names a rank which did not come in time, or with `wait_all_ranks` every one of them."""
         limit = timeout.total_seconds() if timeout else self._timeout
-        self._collectives.run(lambda _: self.transport.barrier(limit, "monitored_barrier"), [], False).wait()
+        barrier = "monitored_barrier"
+        try:
+            self._start(barrier, self._collectives, lambda _: self.transport.barrier(limit, barrier), [], False).wait()
+        except PeerLate as error:
+            if not wait_all_ranks:
+                raise
+            raise failures.all_late(self.transport.absent(), limit, error) from None
 
     # --- Running -------------------------------------------------------------------------------------------------
 
-    def _run(self, operation: Callable[[Work], None], tensors: list[Tensor], opts: Any) -> Work:
+    def _run(self, name: str, operation: Callable[[Work], None], tensors: list[Tensor], opts: Any) -> Work:
         self._sequence += 1
         asynchronous = getattr(opts, "asyncOp", True) or self._coalesced is not None
-        work = self._collectives.run(operation, tensors, asynchronous)
-        if self._coalesced is not None:
-            self._coalesced.append(work)
-        return work
+        return self._start(name, self._collectives, operation, tensors, asynchronous)
 
     def _run_beside(self, key: tuple[str, int, int], operation: Callable[[Work], None], tensors: list[Tensor]) -> Work:
         """Messages don't wait for collectives, nor for messages of another rank or tag."""
         lane = self._lanes.get(key)
         if lane is None:
             lane = self._lanes.setdefault(key, Lane("-".join(map(str, key))))
-        work = lane.run(operation, tensors, asynchronous=True)
+        return self._start(key[0], lane, operation, tensors, asynchronous=True)
+
+    def _start(
+        self, name: str, lane: Lane, operation: Callable[[Work], None], tensors: list[Tensor], asynchronous: bool
+    ) -> Work:
+        if profiler._is_profiler_enabled:
+            with profiler.record_function(f"ccl:{name}") as event:  # as gloo's: until the operation has ended
+                work = lane.run(operation, tensors, asynchronous)
+                if asynchronous:
+                    event._call_end_callbacks_on_future(work.get_future())
+        else:
+            work = lane.run(operation, tensors, asynchronous)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

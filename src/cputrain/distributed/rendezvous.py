@@ -13,22 +13,23 @@ import json
 import mmap
 import os
 import secrets
-import select
 import socket
 import struct
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch.distributed as dist
 
-from cputrain import __version__
+from cputrain import __version__, authentication
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
 # For tests: "0,1;2" lets ranks 0 and 1 share memory and nobody else, as if 2 were on another machine.
 APART = "CPUTRAIN_CCL_TEST_MACHINES"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
+_RANK = struct.Struct("i")
 
 
 @dataclass
@@ -162,29 +163,49 @@ def _share(
 
 
 def _hand_out(ranks: list[int], own: int, memory: int, listener: socket.socket, deadline: float) -> list[int]:
-    pidfds, connections = {ranks[0]: own}, []
+    """Connections are served side by side: one that says nothing, or nonsense, keeps no rank waiting."""
+    pidfds, connections, silent = {ranks[0]: own}, list[socket.socket](), list[socket.socket]()
     with contextlib.ExitStack() as stack:
         while len(pidfds) < len(ranks):
-            _wait_readable(listener, deadline)
-            connection, _ = listener.accept()
-            stack.callback(connection.close)
-            if not _is_same_user(connection):
-                continue
-            _wait_readable(connection, deadline)
-            other, received = _receive(connection, 1, deadline)
-            if other in ranks and other not in pidfds and received:
-                pidfds[other] = received[0]
-                connections.append(connection)
+            for ready in _wait_readable([listener, *silent], deadline):
+                if ready is listener:
+                    silent += _accept(listener, stack)
+                    continue
+                silent.remove(ready)
+                other, received = _receive_part(ready)
+                if other in ranks and other not in pidfds and len(received) == 1:
+                    pidfds[other] = received[0]
+                    connections.append(ready)
+                else:
+                    _close_all(received)
+                    ready.close()
         in_order = [pidfds[rank] for rank in ranks]
         for connection in connections:
             _send(connection, ranks[0], [memory, *in_order])
     return in_order
 
 
-def _wait_readable(where: socket.socket, deadline: float) -> None:
+def _accept(listener: socket.socket, stack: contextlib.ExitStack) -> list[socket.socket]:
+    """The next connection, if it comes from the same user."""
+    connection, _ = listener.accept()
+    if not _is_same_user(connection):
+        connection.close()
+        return []
+    stack.callback(connection.close)
+    return [connection]
+
+
+def _close_all(descriptors: Iterable[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _wait_readable(sockets: list[socket.socket], deadline: float) -> list[socket.socket]:
     left = deadline - time.monotonic()
-    if left <= 0 or not select.select([where], [], [], left)[0]:
+    found = authentication.readable(sockets, left) if left > 0 else []
+    if not found:
         raise TimeoutError("a rank of this machine did not come to share memory within the group's timeout.")
+    return found
 
 
 # The kernel passes at most 253 descriptors in one message.
@@ -194,20 +215,34 @@ _DESCRIPTORS_AT_ONCE = 200
 def _send(connection: socket.socket, rank: int, descriptors: list[int]) -> None:
     for start in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
         part = array.array("i", descriptors[start : start + _DESCRIPTORS_AT_ONCE])
-        connection.sendmsg([struct.pack("i", rank)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+        connection.sendmsg([_RANK.pack(rank)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
 
 
 def _receive(connection: socket.socket, count: int, deadline: float) -> tuple[int, list[int]]:
     """`count` descriptors, and the number that came with them; (-1, []) if the other side has gone."""
-    rank, found = -1, array.array("i")
+    rank, found = -1, list[int]()
     while len(found) < count:
-        _wait_readable(connection, deadline)
-        space = socket.CMSG_SPACE(_DESCRIPTORS_AT_ONCE * found.itemsize)
-        data, messages, _, _ = connection.recvmsg(4, space, socket.MSG_CMSG_CLOEXEC)
-        if not data:
+        _wait_readable([connection], deadline)
+        rank, part = _receive_part(connection)
+        if rank < 0:
+            _close_all(found)
             return -1, []
-        rank = struct.unpack("i", data)[0]
-        for level, kind, content in messages:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                found.frombytes(content[: len(content) - len(content) % found.itemsize])
-    return rank, found.tolist()
+        found += part
+    return rank, found
+
+
+def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:
+    """What came in one message; (-1, []) if the other side has gone, or it is none of ours."""
+    found = array.array("i")
+    try:
+        space = socket.CMSG_SPACE(_DESCRIPTORS_AT_ONCE * found.itemsize)
+        data, messages, _, _ = connection.recvmsg(_RANK.size, space, socket.MSG_CMSG_CLOEXEC)
+    except OSError:
+        return -1, []
+    for level, kind, content in messages:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            found.frombytes(content[: len(content) - len(content) % found.itemsize])
+    if len(data) == _RANK.size and found:
+        return _RANK.unpack(data)[0], found.tolist()
+    _close_all(found)
+    return -1, []

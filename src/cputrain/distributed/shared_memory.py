@@ -43,6 +43,7 @@ class SharedMemoryTransport(Transport):
         address = ctypes.addressof(self._buffer)
         spin = _spin(machine)
         self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, spin)
+        self._call_text = ""  # of the user's collective, if what runs here are its steps
         self._writing = [threading.Lock() for _ in peers]
         self._inboxes = [_Inbox(self, peer) for peer in range(self.size)]
 
@@ -167,6 +168,13 @@ class SharedMemoryTransport(Transport):
     def is_readable(self, peer: int) -> bool:
         return self._memory.is_readable(peer)
 
+    def begin_call(
+        self, text: str, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None
+    ) -> None:
+        """The collectives that follow are steps of this one: if ranks differ, it is the one that is named."""
+        self._call_text = text
+        self._memory.begin_call(name, number, dtype, size, root, reduction)
+
     # --- Ends ----------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
@@ -175,6 +183,9 @@ class SharedMemoryTransport(Transport):
     def report(self, kind: int, culprit: int) -> None:
         """Ends the group on this machine because of a rank of another one."""
         self._memory.report(kind, culprit)
+
+    def absent(self) -> list[Peer]:
+        return [peer for peer, is_absent in zip(self._peers, self._memory.absent(), strict=True) if is_absent]
 
     def close(self) -> None:
         self._memory.leave()
@@ -192,7 +203,7 @@ class SharedMemoryTransport(Transport):
         try:
             call(*arguments, int(timeout * 1e9))
         except native_calls.CallFailed as error:
-            mine = failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
+            mine = self._call_text or failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
             raise failures.from_status(error.status, self._peers, self._everybody, mine, timeout) from None
 
 

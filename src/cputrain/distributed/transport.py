@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from cputrain.distributed.failures import Peer
+
 
 class Transport(ABC):
     """Ranks are those of the group. Timeouts are seconds. Every call returns when this rank's part is done."""
@@ -52,6 +54,10 @@ class Transport(ABC):
     @abstractmethod
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
         """From one rank, or from any (None); returns who it was."""
+
+    def absent(self) -> list[Peer]:
+        """After a collective that timed out: who had not come to it, as far as is known."""
+        return []
 
     @abstractmethod
     def abort(self) -> None:

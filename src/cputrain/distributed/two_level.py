@@ -57,16 +57,17 @@ def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
             return collective(self, *arguments, **named)
         except CollectivesDiffer as error:
             self._broken = True
-            self._monitor.tell_difference()
-            if self._mine in str(error):
-                raise
-            raise CollectivesDiffer(f"{error} It is a part of {self._mine}.") from None
-        except PeerDied:
+            self._monitor.tell_difference(self._rank_in_group(error.culprit))
+            raise
+        except PeerDied as error:
             self._broken = True
             self.check_peers()
+            if error.culprit is None:  # an engine lost a connection, and doesn't know whose
+                self._name_who_left()
             raise
-        except PeerLate:
+        except PeerLate as error:
             self._broken = True
+            self._tell_late(error)
             self.name_late()
             raise
 
@@ -201,10 +202,11 @@ class TwoLevelTransport(Transport):
         sent, awaited = sizes[:, 0], sizes[:, 1].T
         for source, target in (sent != awaited).nonzero().tolist():
             self._broken = True
-            raise CollectivesDiffer(
+            text = (
                 f"the ranks called different collectives: in {self._mine}, {self._peers[source]} sends "
                 f"{sent[source, target]:,} bytes to {self._peers[target]}, which awaits {awaited[source, target]:,}."
             )
+            raise failures.blaming(self._peers[source], CollectivesDiffer(text))
         self._through(lambda: self._flat.all_to_all(outputs, inputs, timeout))
 
     @_named
@@ -238,12 +240,38 @@ class TwoLevelTransport(Transport):
     def check_peers(self, awaited: int = EVERYBODY) -> None:
         """Raises if ranks are known to differ, if one is dead, or if an awaited one has ended the group."""
         if self._monitor.differing not in (-1, self.rank):
-            raise failures.differ_elsewhere(str(self._peers[self._monitor.differing]), self._mine) from None
+            pair = [self._peers[r] for r in dict.fromkeys((self._monitor.differing, self._monitor.differing_from))]
+            who = " and ".join(map(str, pair))
+            raise failures.blaming(pair[-1], failures.differ_elsewhere(who, self._mine)) from None
+        if self._monitor.late >= 0 and self._monitor.late_for != self.rank:
+            raise self._given_up() from None
         if self._monitor.dead >= 0:
             raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
         for rank, since in list(self._monitor.left.items()):  # once what it sent is here
             if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
                 raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+
+    def _tell_late(self, error: PeerLate) -> None:
+        found = self._monitor.absent() if error.culprit is None else self._rank_in_group(error.culprit)
+        if found is not None:
+            self._monitor.tell_late(found)
+
+    def _given_up(self) -> PeerLate:
+        """Another rank has waited in vain, for a third one or for this one."""
+        if self._monitor.late != self.rank:
+            return late(self._peers[self._monitor.late], self._timeout, self._last, self._mine)
+        return failures.came_late(self._peers[self._monitor.late_for], self._timeout, self._mine)
+
+    def _name_who_left(self) -> None:
+        for rank in self._monitor.left:
+            raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+
+    def _rank_in_group(self, global_rank: int | None) -> int:
+        """This rank's own, if it isn't known who differs."""
+        return next((peer.rank for peer in self._peers if peer.global_rank == global_rank), self.rank)
+
+    def absent(self) -> list[Peer]:
+        return [self._peers[rank] for rank in self._monitor.all_absent()]
 
     def name_late(self) -> None:
         """Raises if it is known who has not come to this collective, of whichever machine."""
@@ -260,6 +288,7 @@ class TwoLevelTransport(Transport):
         self._monitor.enter(self._count)
         mine = failures.described(f"{name} number {self._count}", dtype, size, root, reduction)
         self._last, self._mine = self._mine, mine
+        self._local.begin_call(mine, name, self._count, dtype, size, root, reduction)
         if self._between is None:
             return
         text = mine.encode()[:_TITLE].ljust(_TITLE)
@@ -271,10 +300,7 @@ class TwoLevelTransport(Transport):
                 theirs = bytes(other.tolist()).decode(errors="replace").strip()
                 self._broken = True
                 self._local.report(native_calls.MISMATCH, machine[0])
-                raise CollectivesDiffer(
-                    f"the ranks called different collectives: {self._peers[machine[0]]} is in {theirs}, this rank is "
-                    f"in {self._mine}; order, dtype and shape must be the same on all ranks."
-                )
+                raise failures.differ(self._peers[machine[0]], theirs, self._mine)
 
     def _the_between(self) -> Engine:
         assert self._between is not None, "only a machine's first rank speaks to other machines"

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Work as TorchWork
 
-from cputrain.distributed import communication_cpus
+from cputrain.distributed import communication_cpus, failures
+from cputrain.distributed.failures import CollectiveError
 
 
 class Work(TorchWork):
@@ -28,7 +29,8 @@ class Work(TorchWork):
         self._finished: threading.Event | None = None
         self._done = False
         self._error: BaseException | None = None
-        self._future: torch.futures.Future | None = None
+        self._ended: torch.futures.Future | None = None  # completed when the operation has ended, well or not
+        self._future: torch.futures.Future | None = None  # what callers get, made of `_ended`
         self._source = -1
 
     # --- For the lane ----------------------------------------------------------------------------------------
@@ -36,17 +38,11 @@ class Work(TorchWork):
     def finish(self, error: BaseException | None = None) -> None:
         with self._lock:
             self._error, self._done = error, True
-            future, finished = self._future, self._finished
+            ended, finished = self._ended, self._finished
         if finished is not None:
             finished.set()
-        if future is not None:
-            self._complete(future)
-
-    def _complete(self, future: torch.futures.Future) -> None:
-        if self._error is None:
-            future.set_result(self._tensors)
-        else:
-            future.set_exception(self._error)  # type: ignore[arg-type]
+        if ended is not None:
+            ended.set_result(None)
 
     # --- For the caller --------------------------------------------------------------------------------------
 
@@ -65,14 +61,24 @@ class Work(TorchWork):
         return True
 
     def get_future(self) -> torch.futures.Future:
+        """Fails by a callback that raises: C++ takes what Python's `set_exception` stores for a result.
+
+        DDP's backward would read the exception as tensors, and end by SIGSEGV.
+        """
         with self._lock:
             if self._future is not None:
                 return self._future
-            future = self._future = torch.futures.Future()
+            ended = self._ended = torch.futures.Future()
+            future = self._future = ended.then(self._outcome)
             done = self._done
         if done:
-            self._complete(future)
+            ended.set_result(None)
         return future
+
+    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+        if self._error is not None:
+            raise self._error.with_traceback(None)  # torch quotes it; frames of the lane's thread don't help
+        return self._tensors
 
     def is_completed(self) -> bool:
         return self._done
@@ -168,6 +174,8 @@ class Lane:
                 operation(work)
         except BaseException as caught:  # noqa: BLE001 - raised again by wait()
             error = caught
+            if isinstance(caught, CollectiveError):
+                failures.tell_launch(caught)
         with self._lock:
             self._waiting -= 1
         work.finish(error)

@@ -12,17 +12,21 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
-from torch.distributed.elastic.rendezvous import RendezvousClosedError, RendezvousConnectionError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
-from cputrain.launch import processes, rendezvous
+from cputrain import blame
+from cputrain.launch import bound_store, first_failure, rendezvous
 from cputrain.launch.links import Links, keep_all_alive
 from cputrain.launch.peers import Failure, Peers
 
@@ -31,8 +35,13 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS = 0.5
 _HEARD_SECONDS = 5.0
+# A rank that is blamed has this long to end, and its agent to say how, before those that blame it are believed.
+_CULPRIT_SECONDS = 3.0
+# After a rank has failed by itself, the others have so long to notice it, and to say so, before they are ended.
+_LAST_WORDS_SECONDS = 1.0
 # Ranks that have just sent something notice up to 5 s after us, when the kernel has given up sending it again.
 _RANKS_SECONDS = 10.0
+_MEETING_SECONDS = 600
 # All have ended by then; whoever holds the store stays until the others have read that.
 GOODBYE_SECONDS = 30.0
 
@@ -68,9 +77,12 @@ class Agent(LocalElasticAgent):
     _broken_since: float | None = None
     _ended: RunResult | None = None
     _next_look = 0.0
+    verdict: Failure | None = None  # which rank of this machine failed first, and how
+    _failed_since: float | None = None
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ended = None
+        self._ended = self.verdict = self._failed_since = None
+        blame.forget_all(os.environ[blame.FOLDER])
         keep_all_alive()
         own, size = worker_group.group_rank or 0, worker_group.group_world_size or 1
         self.peers = Peers(worker_group.store, own, size)
@@ -81,10 +93,13 @@ class Agent(LocalElasticAgent):
         if self.links:
             self.links.close()
         self._broken_since = None
-        self.links = Links(store, f"cputrain/links/{start}", own, self.endpoint) if size > 1 else None
+        self.links = Links(store, f"cputrain/links/{start}", own, size, self.endpoint) if size > 1 else None
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
-        result = self._ended or super()._monitor_workers(worker_group)
+        if self._ended is None and self._waits_for_the_cause(worker_group):
+            result = RunResult(state=WorkerState.HEALTHY)
+        else:
+            result = self._ended or super()._monitor_workers(worker_group)
         assert self.peers
         if result.state == WorkerState.SUCCEEDED and self._ended is None:
             self._ended = result
@@ -98,6 +113,39 @@ class Agent(LocalElasticAgent):
                 if self._ended or self._ranks_had_their_say():
                     raise
         return RunResult(state=WorkerState.HEALTHY) if self._ended else result
+
+    def _waits_for_the_cause(self, worker_group: WorkerGroup) -> bool:
+        """Once a rank has failed: torch would end all others at once, and what they still had to say were lost."""
+        codes = self._exit_codes(worker_group)
+        if not any(codes.values()):
+            return False
+        self._failed_since = self._failed_since or time.monotonic()
+        found = {rank: blame.read(os.environ[blame.FOLDER], rank) for rank, code in codes.items() if code}
+        blames = {rank: one for rank, one in found.items() if one is not None}
+        waited, lost = time.monotonic() - self._failed_since, self.links and self.links.broken
+        if first_failure.is_open(codes, blames) and waited < _CULPRIT_SECONDS and not lost:
+            return True
+        self.verdict = self.verdict or first_failure.judge(codes, blames, socket.gethostname())
+        if None in codes.values() and waited < _LAST_WORDS_SECONDS:
+            return True
+        self._end_stopped()
+        return False
+
+    def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
+        """Of the ranks of this machine, by their global numbers; None while they run."""
+        handlers = self._pcontext.subprocess_handlers if self._pcontext else {}
+        return {worker_group.workers[local].global_rank: one.proc.poll() for local, one in handlers.items()}
+
+    def _end_stopped(self) -> None:
+        """torch's SIGTERM would reach a stopped rank when it goes on, which it does only now."""
+        for handler in (self._pcontext.subprocess_handlers if self._pcontext else {}).values():
+            if handler.proc.poll() is None:
+                handler.proc.terminate()
+                handler.proc.send_signal(signal.SIGCONT)
+
+    def _shutdown(self, *arguments: Any, **named: Any) -> None:
+        self._end_stopped()
+        super()._shutdown(*arguments, **named)
 
     def _after_a_look(self, result: RunResult, peers: Peers) -> RunResult:
         failure = peers.failure()
@@ -140,13 +188,14 @@ class Agent(LocalElasticAgent):
         with contextlib.suppress(RuntimeError):
             self.peers.say_failed(failure)
             limit = time.monotonic() + _HEARD_SECONDS
-            while not self.peers.all_heard() and time.monotonic() < limit:
+            lost = self.links and self.links.broken  # who can't be reached can't hear
+            while not lost and not self.peers.all_heard() and time.monotonic() < limit:
                 time.sleep(0.1)
 
 
 def train(order: Order, logs: Any, program: list[str]) -> Failure | None:
     """Runs the ranks of an order until all machines have ended; the answer is what failed, here or elsewhere."""
-    handler = get_rendezvous_handler(_meeting(order))
+    handler = _handler(order)
     agent = Agent(_spec(order, handler, program), logs, exit_barrier_timeout=GOODBYE_SECONDS)
     agent.endpoint = order.endpoint.rpartition(":")[0].strip("[]")
     try:
@@ -182,23 +231,27 @@ def _run(agent: Agent, order: Order) -> Failure | None:
         return Failure(f"the training that met at {order.endpoint} needed no more machines than it had", 1)
     if not result.is_failed():
         return None
-    failure = _first(result.failures)
-    agent.tell_others(failure)
-    return failure
+    assert agent.verdict, "a rank has failed, so it was judged"
+    agent.tell_others(agent.verdict)
+    return agent.verdict
 
 
-def _first(failures: Mapping[int, ProcessFailure]) -> Failure:
-    rank, failure = min(failures.items(), key=lambda item: item[1].timestamp)
-    code = failure.exitcode
-    how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
-    return Failure(f"rank {rank} on {socket.gethostname()} {how}", processes.exit_code(code) or 1)
+def _handler(order: Order) -> RendezvousHandler:
+    """torch's own, unless the store is ours to make: on a machine alone, or as the first of several with numbers."""
+    host, _, port = order.endpoint.rpartition(":")
+    address = bound_store.address_for(host.strip("[]"))
+    is_alone = order.most_machines == 1 and rendezvous.is_loopback(host.strip("[]"))
+    if address and (is_alone or (order.backend == "static" and order.machine == 0)):
+        seconds = int(order.meeting.get("timeout", _MEETING_SECONDS))
+        return bound_store.handler(address, int(port), order.machines, order.run_id, seconds)
+    return get_rendezvous_handler(_meeting(order))
 
 
 def _meeting(order: Order) -> RendezvousParameters:
     if order.backend != "static" and order.most_machines > 1:
         # torch 2.13's agents keep the first round's address to themselves, and one that comes back asks in vain.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
-    static = {"rank": order.machine, "timeout": 600} if order.backend == "static" else {}
+    static = {"rank": order.machine, "timeout": _MEETING_SECONDS} if order.backend == "static" else {}
     return RendezvousParameters(
         backend=order.backend,
         endpoint=order.endpoint,

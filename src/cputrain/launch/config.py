@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 
 from cputrain.launch import allocator
 from cputrain.launch.hostfile import check_name
+from cputrain.secrets_in_clear import shown_value
 from cputrain.settings import BALANCES, COMPRESSIONS
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
@@ -139,7 +140,7 @@ def _check_together(config: Config) -> None:
     for entry in config.env:
         name, equals, _ = entry.partition("=")
         if not equals or not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise ConfigError("env", f"env holds NAME=VALUE, found {name!r}.")
+            raise ConfigError("env", f"env holds NAME=VALUE, found {shown_value(name)!r}.")
     if config.main_process_ip:
         try:
             check_name(config.main_process_ip)

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import fields
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cputrain import text_files
+from cputrain import text_files, user_folders
 from cputrain.launch.config import OURS, Config, ConfigError
 
 if TYPE_CHECKING:
@@ -34,21 +35,31 @@ _IGNORED = ("debug", "enable_cpu_affinity", "dynamo_config", "tpu_name", "tpu_zo
 
 def default_path(environ: Mapping[str, str] = os.environ) -> Path:
     """Where `cputrain config` writes, and `cputrain launch` looks first."""
-    folder = environ.get("XDG_CONFIG_HOME") or Path(environ.get("HOME") or Path.home()) / ".config"
-    return Path(folder) / "cputrain" / "default_config.yaml"
+    folder = _folder(environ, "XDG_CONFIG_HOME", ".config")
+    if folder is None:
+        raise ValueError("there is no home folder to write to: set HOME or XDG_CONFIG_HOME, or give --config_file.")
+    return folder / "cputrain" / "default_config.yaml"
 
 
-def accelerates_path(environ: Mapping[str, str] = os.environ) -> Path:
+def _folder(environ: Mapping[str, str], variable: str, below_home: str) -> Path | None:
+    home = user_folders.home(environ)
+    return Path(environ[variable]) if environ.get(variable) else home / below_home if home else None
+
+
+def accelerates_path(environ: Mapping[str, str] = os.environ) -> Path | None:
     """Accelerate's own default file: read if ours is absent, never written, because it refuses ipex_config."""
-    cache = Path(environ.get("XDG_CACHE_HOME") or Path(environ.get("HOME") or Path.home()) / ".cache")
-    folder = Path(environ.get("HF_HOME") or cache / "huggingface") / "accelerate"
+    cache = _folder(environ, "XDG_CACHE_HOME", ".cache")
+    if cache is None and not environ.get("HF_HOME"):
+        return None
+    folder = Path(environ.get("HF_HOME") or f"{cache}/huggingface") / "accelerate"
     names = [folder / f"default_config.{ending}" for ending in ("yaml", "yml", "json")]
     return next((name for name in names if name.exists()), names[0])
 
 
 def read_default(environ: Mapping[str, str] = os.environ) -> tuple[Config, str]:
     """The configuration that holds if none is named, and where it came from."""
-    for path in (default_path(environ), accelerates_path(environ)):
+    ours = default_path(environ) if _folder(environ, "XDG_CONFIG_HOME", ".config") else None
+    for path in filter(None, (ours, accelerates_path(environ))):
         if path.exists():
             return read(path), str(path)
     return Config(), "no configuration file: defaults"
@@ -72,20 +83,22 @@ def parse(text: str, path: str) -> Config:
                 raise ConfigError("", f"{key} stands in line {lines[key]} already.")
             values.update(_values(key, node))
         except ConfigError as error:
-            raise ValueError(f"{path}, line {line}: {error}") from None
+            raise ValueError(f"{path}, line {line}: {text_files.quoted(str(error))}") from None
         lines[key] = line
     try:
         return Config(**values)  # type: ignore[arg-type]
     except ConfigError as error:
         line = lines.get(error.key, 1)
-        raise ValueError(f"{path}, line {line}: {error}") from None
+        raise ValueError(f"{path}, line {line}: {text_files.quoted(str(error))}") from None
 
 
 def says(path: str, key: str) -> bool:
     """Whether a file that could be read names a key, rather than leaving it at its default."""
     if not Path(path).is_file():
         return False
-    return any(str(_scalar(name)).replace("-", "_") == key for name, _ in _composed(Path(path).read_text(), path).value)
+    return any(
+        str(_scalar(name)).replace("-", "_") == key for name, _ in _composed(text_files.read(Path(path)), path).value
+    )
 
 
 def write(config: Config, path: Path) -> None:
@@ -128,7 +141,8 @@ def _composed(text: str, path: str) -> MappingNode:
         root = YAML(typ="safe", pure=True).compose(StringIO(text))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
-        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: {error.problem or error.context}.") from None
+        said = text_files.quoted(str(error.problem or error.context))
+        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: {said}.") from None
     except YAMLError as error:  # a character that YAML doesn't allow
         line = text[: getattr(error, "position", 0)].count("\n") + 1
         raise ValueError(f"{path}, line {line}: {getattr(error, 'reason', 'not YAML')}.") from None
@@ -162,7 +176,15 @@ def _values(key: str, node: Node) -> dict[str, object]:
         return {}
     if key in _IGNORED:
         return {}
-    raise ConfigError(key, f"{key} is not a key that cputrain knows; remove it.")
+    raise ConfigError(key, f"{key} is not a key that cputrain knows; {_instead_of(key)}")
+
+
+def _instead_of(key: str) -> str:
+    from difflib import get_close_matches
+
+    known = [item.name for item in fields(Config) if item.name != "ipex"]
+    close = get_close_matches(key, [*known, "ipex_config", "mpirun_config"], 1)
+    return f"did you mean {close[0]}?" if close else "remove it."
 
 
 def _ipex(node: Node) -> dict[str, object]:

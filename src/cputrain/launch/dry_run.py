@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterator, Mapping
 
-from cputrain import hardware
-from cputrain.launch import environment, join, openmp, topology
+from cputrain import hardware, secrets_in_clear
+from cputrain.launch import join, openmp, topology
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.plan import Plan, Task
 from cputrain.launch.ranks import Place
@@ -78,11 +78,11 @@ def _openmp(found: Mapping[str, str]) -> str:
 
 
 def _variables(variables: Mapping[str, str]) -> list[str]:
-    return [f"  {environment.shown(name, value)}" for name, value in sorted(variables.items())]
+    return [f"  {secrets_in_clear.shown(name, value)}" for name, value in sorted(variables.items())]
 
 
 def _shown(words: list[str]) -> str:
-    return shlex.join(environment.shown_words(words))
+    return shlex.join(secrets_in_clear.shown_words(words))
 
 
 def _joined(cpus: hardware.Cpus) -> str:

@@ -1,11 +1,11 @@
-"""What the processes of a launch find in their environment, and what of it may be shown."""
+"""What the processes of a launch find in their environment."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
-from cputrain import __version__
+from cputrain import __version__, authentication
 from cputrain.launch import allocator, join
 from cputrain.launch.config import Config
 from cputrain.settings import BALANCE, COMMUNICATION_CORES, GRADIENTS
@@ -19,9 +19,6 @@ _FORWARDED = re.compile(
 )
 # Set for one process by whoever started it: another's rank would be wrong.
 _OF_ONE_PROCESS = ("CPUTRAIN_PARENT", "CPUTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
-_SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD|PASSWD|CREDENTIAL", re.IGNORECASE)
-
-_LOGIN = re.compile(r"://[^/@\s]+@")  # http://user:password@proxy
 
 
 def of_training(
@@ -53,33 +50,19 @@ def of_several(size: int, most: int | None = None) -> dict[str, str]:
     return {join.EXPECTED: f"{size}:{most}" if most and most != size else str(size), join.VERSION: __version__}
 
 
+def of_one_launch(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
+    """The token by which the processes of a launch know each other: the user's own, or one that is made for it.
+
+    Not for machines that are launched each by itself: there every launch would make another one.
+    """
+    token = added.get(authentication.TOKEN) or inherited.get(authentication.TOKEN) or authentication.new_token()
+    return {authentication.TOKEN: token}
+
+
 def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
     """What ranks on other machines are given."""
     kept = {name: value for name, value in inherited.items() if _FORWARDED.fullmatch(name)}
     return {name: value for name, value in {**kept, **added}.items() if name not in _OF_ONE_PROCESS}
-
-
-def shown(name: str, value: str) -> str:
-    """NAME=value, without the value of a secret, or the password of an address."""
-    return f"{name}={'***' if _SECRET.search(name) else _LOGIN.sub('://***@', value)}"
-
-
-def shown_words(words: Iterable[str]) -> list[str]:
-    """A command line without secrets: --hub_token x, --api-key=x, wandb.api_key=x and http://user:password@proxy."""
-    found: list[str] = []
-    hide = False
-    for word in words:
-        name, equals, _ = word.partition("=")
-        is_option = word.startswith("-")
-        if equals and _SECRET.search(name):
-            word = f"{name}=***"
-        elif hide and not is_option:
-            word = "***"
-        else:
-            word = _LOGIN.sub("://***@", word)
-        hide = is_option and not equals and bool(_SECRET.search(name))
-        found.append(word)
-    return found
 
 
 def _word(truth: bool) -> str:

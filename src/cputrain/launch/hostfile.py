@@ -7,6 +7,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain import text_files
+
 # What ssh and mpirun take on their command lines: never an option, a user or something for a shell.
 _NAME = re.compile(r"[A-Za-z0-9](?:[A-Za-z0-9._-]{0,251}[A-Za-z0-9])?")
 _SLOTS = re.compile(r"slots\s*=\s*(\d{1,6})")
@@ -38,9 +40,15 @@ class Machine:
 def read(path: str | Path) -> list[Host]:
     """`node1`, `node1:4` or `node1 slots=4` a line; a host that stands in several lines has the slots of all."""
     try:
-        lines = Path(path).read_text().splitlines()
+        return parse(Path(path).read_bytes(), str(path))
     except OSError as error:
         raise ValueError(f"the hostfile {path} can't be read: {error.strerror}.") from None
+
+
+def parse(data: bytes, path: str) -> list[Host]:
+    """`path` is for people."""
+    try:
+        lines = data.decode().splitlines()
     except UnicodeDecodeError:
         raise ValueError(f"the hostfile {path} is not UTF-8 text.") from None
     hosts: dict[str, int | None] = {}
@@ -51,7 +59,7 @@ def read(path: str | Path) -> list[Host]:
         try:
             host = _parsed(text)
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}") from None
+            raise ValueError(f"{path}, line {number}: {text_files.quoted(str(error))}") from None
         if host.name in hosts:
             hosts[host.name] = (hosts[host.name] or 1) + (host.slots or 1)
         else:
@@ -90,7 +98,7 @@ def _name_and_slots(word: str) -> tuple[str, int | None]:
     name, colon, number = word.rpartition(":")
     if not colon or (":" in name and not name.endswith("]")) or word.endswith("]"):
         return word, None
-    if not number.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,6}", number):
         raise ValueError(f"{word!r}: a whole number must stand after the colon.")
     return name, int(number)
 

@@ -6,10 +6,22 @@ import atexit
 import logging
 import os
 import socket
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Callable, Mapping, MutableMapping
 
-from cputrain import __version__, hardware
-from cputrain.launch import numa_memory, openmp, output, pmi, processes, ranks, rendezvous, roll_call, topology
+from cputrain import __version__, authentication, hardware
+from cputrain.launch import (
+    numa_memory,
+    openmp,
+    output,
+    pmi,
+    processes,
+    rank_parent,
+    ranks,
+    rendezvous,
+    roll_call,
+    sinks,
+    topology,
+)
 from cputrain.settings import COMMUNICATION_CORES, COMMUNICATION_CPUS
 
 logger = logging.getLogger("cputrain")
@@ -19,6 +31,7 @@ EXPECTED, VERSION = "CPUTRAIN_EXPECTED_RANKS", "CPUTRAIN_EXPECTED_VERSION"
 LABEL = "CPUTRAIN_LABEL_OUTPUT"
 # What ranks that were started by hand tell what they start: the roll call is over.
 MET = "CPUTRAIN_RANKS_HAVE_MET"
+_script_failed = False
 _LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
 
 
@@ -28,6 +41,8 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         processes.die_with(os.getppid())
     place = _as_place(ranks.find(environ))
     if environ.get(EXPECTED):
+        if place and environ.get(processes.JOB) and not processes.is_guarded(environ):
+            rank_parent.stay_behind(place.rank, environ)
         processes.guard(environ)
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
@@ -42,9 +57,23 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         raise
     finally:
         if unlabel:
-            atexit.register(unlabel)  # before mpirun hears of the end, which may be the end of all
+            # Before mpirun hears of the end, which may be the end of all.
+            atexit.register(_end_labels, unlabel, is_alone=place is None)
     _settle(place, environ)
     return exchange
+
+
+def keep_exit_code() -> None:
+    """The script failed: its own exit code tells more than the one for lost output."""
+    global _script_failed
+    _script_failed = True
+
+
+def _end_labels(unlabel: Callable[[], bool], is_alone: bool) -> None:
+    """A rank only says that output is lost: with an exit code of its own, its launcher would end the other ranks."""
+    if unlabel() and is_alone and not _script_failed:
+        logging.shutdown()  # what would be called after this function
+        os._exit(sinks.LOST)
 
 
 def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
@@ -82,6 +111,8 @@ def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) ->
 
 def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
     meeting, exchange = rendezvous.meet(place, environ)
+    if meeting.token and not environ.get(authentication.TOKEN):
+        environ[authentication.TOKEN] = meeting.token
     if _nobody_watches(place, environ):
         roll_call.hold(f"{meeting.address}:{meeting.port}", place.rank, place.size, environ, roll_call.RANKS)
         environ[MET] = "1"

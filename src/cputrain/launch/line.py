@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
-from cputrain.launch import processes
+from cputrain.launch import processes, sinks
 from cputrain.launch.hostfile import check_name
 from cputrain.launch.mpi import SSH_OPTIONS
 
@@ -55,14 +55,17 @@ class Line:
         self.process = subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if answers else None,
+            stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C reaches us alone, and we close its input
         )
         self.started = True
-        assert self.process.stdin and self.process.stderr
-        self._reader = threading.Thread(target=self._copy, args=(self.process.stderr,), daemon=True)
-        self._reader.start()
+        assert self.process.stdin and self.process.stdout and self.process.stderr
+        errors = threading.Thread(target=self._copy, args=(self.process.stderr,), daemon=True)
+        errors.start()
+        self._readers = [errors]
+        if not answers:
+            self._readers.append(sinks.pass_on(self.process.stdout, sys.stdout.buffer))
         with contextlib.suppress(BrokenPipeError):  # ssh has ended: its code and its words say why
             self.process.stdin.write(self._first_words.encode() + b"\n")
             self.process.stdin.flush()
@@ -83,9 +86,13 @@ class Line:
             text = line.decode(errors="replace").rstrip()
             if re.match(r"(\r\x1b\[K)?\[\d+\] |cputrain: ", text):
                 sys.stderr.buffer.write(line)
-                sys.stderr.buffer.flush()
             elif text:
                 self._said.append(text)
+
+    def read_to_end(self, seconds: float = 2.0) -> None:
+        """Soon after ssh has ended; what it started may hold the streams."""
+        for reader in self._readers:
+            reader.join(seconds)
 
     def exit_code(self, code: int) -> int:
         """Of the whole launch: 2 if the machine could not be used at all."""
@@ -104,7 +111,7 @@ class Line:
 
     def _is_unreachable(self, code: int) -> bool:
         """ssh's own failures are 255, with some words of its own."""
-        self._reader.join(2)
+        self.read_to_end()
         return code == 255 and bool(self._said)
 
     def is_lost(self) -> bool:
@@ -127,7 +134,7 @@ def end(lines: Iterable[Line], seconds: float = 15.0) -> None:
             line.process.kill()
             line.process.wait()
     for line in started:
-        line._reader.join(2)
+        line.read_to_end()
 
 
 @contextlib.contextmanager

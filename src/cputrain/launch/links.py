@@ -1,7 +1,8 @@
 """Connections between the agents of several machines, which break when a machine is gone.
 
-Machine 0 listens, and says in the store where; each other one connects to it. Nothing is sent but who one is: the
-kernels keep asking each other. An agent that is stopped, or ends its ranks, still has a kernel that answers.
+Machine 0 listens, and says in the store where; each other one connects to it. Nothing is sent but what shows that both
+know the run's token: the kernels keep asking each other. An agent that is stopped, or ends its ranks, still has a
+kernel that answers.
 """
 
 from __future__ import annotations
@@ -10,63 +11,74 @@ import contextlib
 import os
 import secrets
 import socket
+import threading
+from collections.abc import Iterable
+from queue import SimpleQueue
 from typing import Any
 
+from cputrain import authentication
 from cputrain.keep_alive import keep_alive
 from cputrain.launch import rendezvous
 
 _SECONDS = 5.0
-_WHO = 64  # bytes: a token and a number
+_TICK = 0.5
 
 
 class Links:
     """`broken`: the numbers of the machines that were connected, and aren't any more."""
 
-    def __init__(self, store: Any, key: str, own: int, endpoint: str) -> None:
-        """`endpoint`: an address at which machine 0 may be reached, beside those that it knows itself."""
+    def __init__(self, store: Any, key: str, own: int, size: int, endpoint: str) -> None:
+        """`endpoint`: the host where the machines meet, which may be machine 0 or another one."""
         self.broken: set[int] = set()
         self._links: dict[int, socket.socket] = {}
-        self._known: set[int] = set()  # who has shown that it is the one: ports may belong to anybody
-        self._strangers: list[socket.socket] = []
-        self._server: socket.socket | None = None
+        self._closing = threading.Event()
+        self._arrived: SimpleQueue[tuple[int, socket.socket]] = SimpleQueue()
         if own == 0:
-            self._token = secrets.token_hex(8)
-            self._server = socket.create_server(("", 0), backlog=1024)
-            self._server.setblocking(False)
-            port = self._server.getsockname()[1]
-            store.set(key, ",".join([str(port), self._token, *rendezvous.own_addresses()]))
+            self._listen(store, key, size, endpoint)
         else:
-            port, self._token, *addresses = store.get(key).decode().split(",")
-            self._connect(own, [endpoint, *addresses], int(port))
+            port, start, *addresses = store.get(key).decode().split(",")
+            self._connect(own, dict.fromkeys([endpoint, *addresses]), int(port), start)
 
     def look(self) -> None:
         """To be called again and again."""
-        if self._server:
-            self._accept(self._server)
+        while not self._arrived.empty():
+            self._add(*self._arrived.get())
         for number, link in list(self._links.items()):
             try:
-                heard = link.recv(_WHO)
+                if link.recv(1):
+                    continue
             except BlockingIOError:
                 continue
             except OSError:  # no answer: ETIMEDOUT, EHOSTUNREACH …
-                heard = b""
-            if heard:
-                self._known.add(number)
-            else:
-                self._links.pop(number).close()
-                self.broken |= {number} & self._known
+                pass
+            self._links.pop(number).close()
+            self.broken.add(number)
 
     def close(self) -> None:
-        for link in (self._server, *self._links.values(), *self._strangers):
-            if link:
-                link.close()
+        self._closing.set()
+        for link in self._links.values():
+            link.close()
 
-    def _connect(self, own: int, addresses: list[str], port: int) -> None:
+    def _listen(self, store: Any, key: str, size: int, endpoint: str) -> None:
+        authentication.say_if_unprotected(os.environ)
+        start = secrets.token_hex(16)  # the machines of an earlier start have another port, and another key
+        address = _own_address(endpoint)
+        listener = authentication.Listener(rendezvous.server_at(address, 0), _key(start), size)
+        threading.Thread(target=self._serve, args=(listener,), name="cputrain-links", daemon=True).start()
+        addresses = [address] if address else rendezvous.own_addresses()
+        store.set(key, ",".join([str(listener.port), start, *addresses]))
+
+    def _serve(self, listener: authentication.Listener) -> None:
+        """In a thread of its own: the other machines wait for an answer before they start their ranks."""
+        while not self._closing.is_set():
+            for arrived in listener.wait(_TICK):
+                self._arrived.put(arrived)
+        listener.close()
+
+    def _connect(self, own: int, addresses: Iterable[str], port: int, start: str) -> None:
         for address in addresses:
             with contextlib.suppress(OSError):
-                link = socket.create_connection((address, port), timeout=_SECONDS)
-                link.sendall(f"{self._token} {own}".encode().ljust(_WHO))
-                self._add(0, link)
+                self._add(0, authentication.connect((address, port), _key(start), own, _SECONDS))
                 return
 
     def _add(self, number: int, link: socket.socket) -> None:
@@ -74,32 +86,15 @@ class Links:
         link.setblocking(False)
         self._links[number] = link
 
-    def _accept(self, server: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while True:
-                link, _ = server.accept()
-                link.setblocking(False)
-                self._strangers.append(link)
-        for link in self._strangers.copy():
-            with contextlib.suppress(BlockingIOError):
-                self._strangers.remove(link)
-                self._introduce(link)
 
-    def _introduce(self, link: socket.socket) -> None:
-        """Whoever doesn't know the token is none of ours."""
-        try:
-            token, _, number = link.recv(_WHO).decode(errors="replace").partition(" ")
-        except BlockingIOError:
-            self._strangers.append(link)
-            raise
-        except OSError:
-            token = ""
-        if token == self._token and number.strip().isdecimal():
-            self._add(int(number), link)
-            self._known.add(int(number))
-            link.send(self._token.encode())
-        else:
-            link.close()
+def _key(start: str) -> bytes:
+    return authentication.key_for(f"links {start}", os.environ)
+
+
+def _own_address(endpoint: str) -> str:
+    """This machine's on the way to the place where all meet; "", all of them, if that is here under a local name."""
+    address = rendezvous.address_towards(endpoint) or ""
+    return address if rendezvous.is_loopback(endpoint) or not rendezvous.is_loopback(address) else ""
 
 
 def keep_all_alive() -> None:

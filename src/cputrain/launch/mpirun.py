@@ -11,29 +11,35 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from cputrain.launch import line, mpi, processes, ssh, watch
+from cputrain import text_files
+from cputrain.launch import line, mpi, processes, sinks, ssh, watch
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.line import Line
 
 # For ranks that have noticed, too, to say so, and for mpirun to end by itself.
-_GRACE_SECONDS = 5.0
+_GRACE_SECONDS = 1.0
+# An mpirun that is asked to end does so at once, unless it waits for a machine that is gone.
+_END_SECONDS = 2.0
 
 
 def run(
     found: mpi.Mpi, machines: list[Machine], environment: Mapping[str, str], folder: str, program: list[str]
 ) -> int:
-    """The exit code is mpirun's, which is the one of the rank that failed. Ranks label their output themselves."""
+    """The exit code is mpirun's, which is the one of the rank that failed. Ranks label their output themselves.
+
+    If none failed, it may say that output was lost.
+    """
     with tempfile.TemporaryDirectory(prefix="cputrain-") as place:
         hostfile = Path(place) / "hosts"
-        hostfile.write_text(mpi.hosts_text(found, machines))
+        text_files.write(hostfile, mpi.hosts_text(found, machines))
         words = command(found, machines, str(hostfile), environment, folder, program)
         variables = {**os.environ, **environment}
         # MPICH 4.0 doesn't pass the last variable on to other machines; as from a shell, that is this one.
         variables.pop("_", None)
         elsewhere = [machine.name for machine in machines if not ssh.is_here(machine.name)]
-        lines = watch.over(elsewhere, environment[watch.JOB])
+        lines = watch.over(elsewhere, environment[processes.JOB])
         try:
-            return _supervised(words, {**variables, "_": words[0]}, lines)
+            return sinks.exit_code(_supervised(words, {**variables, "_": words[0]}, lines))
         finally:
             line.end(lines)
 
@@ -56,7 +62,20 @@ def _supervised(words: list[str], environ: dict[str, str], lines: list[Line]) ->
     processes.adopt_orphans()
     with processes.sigterm_interrupts():
         # Its own session: Ctrl-C reaches us alone, and mpirun gets one SIGTERM from us.
-        process = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, start_new_session=True)
+        # Through us: when its own output fails, Hydra ends the ranks, and Open MPI drops it without a word.
+        process = subprocess.Popen(
+            words,
+            env=environ,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        )
+        assert process.stdout and process.stderr
+        readers = [
+            sinks.pass_on(process.stdout, sys.stdout.buffer),
+            sinks.pass_on(process.stderr, sys.stderr.buffer),
+        ]
         try:
             with line.beating(lines):
                 return _wait(process, lines)
@@ -64,6 +83,8 @@ def _supervised(words: list[str], environ: dict[str, str], lines: list[Line]) ->
             return processes.interrupted_code(interrupt)
         finally:
             _end(process)
+            for reader in readers:
+                reader.join(_GRACE_SECONDS)
 
 
 def _wait(process: subprocess.Popen[bytes], lines: list[Line]) -> int:
@@ -95,7 +116,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
     if process.poll() is None:
         process.terminate()
         try:
-            process.wait(10)
+            process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()

@@ -1,4 +1,4 @@
-"""The ranks of one machine, run by torchrun's agent. As a module it is what ssh starts on other machines:
+"""The ranks of one machine, run by torchrun's agent. As a program it is what ssh starts on other machines:
 
 the order comes as one line of JSON on standard input, and the end or the silence of standard input ends the ranks.
 """
@@ -9,17 +9,19 @@ import importlib
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cputrain import __version__
-from cputrain.launch import line, processes, rendezvous, roll_call
+from cputrain import __version__, blame
+from cputrain.launch import import_path, line, processes, rendezvous, roll_call, sinks
 from cputrain.launch.output import Output, standard_streams
 
 _LAST_SECONDS = 20.0
@@ -86,7 +88,10 @@ def check_version(launching: object) -> None:
 
 
 def run(order: Order) -> int:
-    """Starts the ranks and waits for those of all machines; the exit code is the one of the rank that failed first."""
+    """Starts the ranks and waits for those of all machines; the exit code is the one of the rank that failed first.
+
+    If none failed, it may say that output was lost.
+    """
     if order.backend == "static" and order.machines > 1:
         roll_call.hold(order.endpoint, order.machine, order.machines, {**os.environ, **order.environment})
     _quiet_agent()
@@ -101,6 +106,7 @@ def run(order: Order) -> int:
     os.environ["CPUTRAIN_PARENT"] = str(os.getpid())
     os.chdir(order.folder)
     output = Output(order.log_dir, order.bars)
+    os.environ[blame.FOLDER] = tempfile.mkdtemp(prefix="cputrain-blame-")
     try:
         failure = agent.train(order, _logs(output), rank_arguments(order.program))
     except SignalException as error:
@@ -110,8 +116,9 @@ def run(order: Order) -> int:
     finally:
         processes.end_descendants()
         output.close()
+        shutil.rmtree(os.environ.pop(blame.FOLDER), ignore_errors=True)
     if failure is None:
-        return 0
+        return sinks.exit_code(0)
     where = f"; its output is in {order.log_dir}" if order.log_dir else ""
     print(f"cputrain: {failure.sentence}{where}.", file=sys.stderr)
     return failure.code
@@ -119,7 +126,7 @@ def run(order: Order) -> int:
 
 def rank_arguments(program: tuple[str, ...]) -> list[str]:
     """After the interpreter. Unbuffered: what a rank printed before it died must be seen."""
-    return ["-u", "-m", "cputrain", "run", *program]
+    return ["-u", import_path.program("__main__.py"), "run", *program]
 
 
 def _no_meeting(order: Order, error: Exception) -> str:
@@ -170,6 +177,8 @@ def _logs(output: Output) -> Any:
 
 
 def main() -> None:
+    import_path.leave_out_first()
+    sinks.take_over()
     words = sys.stdin.readline()
     try:
         order = from_json(words)
@@ -178,7 +187,6 @@ def main() -> None:
     except ValueError as error:
         print(f"cputrain: {error}", file=sys.stderr, flush=True)
         code = 2
-    sys.stdout.flush()
     os._exit(code)  # not held up by the thread that still reads
 
 

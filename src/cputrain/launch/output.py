@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import re
 import selectors
@@ -15,8 +14,11 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple, NoReturn
 
 from cputrain import text_files
+from cputrain.launch import sinks
+from cputrain.launch.sinks import FileSink
 
 _MOST = 1 << 16
+_LONGEST = 1 << 20  # of a line: what never ends must not fill our memory
 # tqdm's bar, to its closing bracket: others write behind it without a new line.
 _BAR = re.compile(rb"[^\r\n]*\d+(?:/\d+)? \[[^\]\r\n]*\]")
 
@@ -32,7 +34,7 @@ class Output:
         self._folder = Path(folder) if folder else None
         self._bars = bars
         self._selector = selectors.DefaultSelector()
-        self._files: dict[int, BinaryIO] = {}
+        self._files: dict[int, FileSink] = {}
         self._writers: list[int] = []
         self._lock = threading.Lock()
         self._bar_shown = False
@@ -67,6 +69,9 @@ class Output:
             time.sleep(0.05)
         os.write(self._wake_write, b"q")
         self._thread.join(10)
+        if self._thread.is_alive():
+            sinks.lose("standard output or standard error is not read any more.")
+            return
         for file in self._files.values():
             file.close()
 
@@ -99,7 +104,7 @@ class Output:
         if self._folder is None or not line.text.endswith(b"\n"):
             return
         if line.rank not in self._files:
-            self._files[line.rank] = open(self._folder / f"rank-{line.rank}.log", "ab", 0)  # noqa: SIM115
+            self._files[line.rank] = FileSink(self._folder / f"rank-{line.rank}.log")
         self._files[line.rank].write(line.text)
 
     def _show(self, stream: BinaryIO, line: _Line) -> None:
@@ -110,10 +115,7 @@ class Output:
         if line.text.startswith(b"cputrain: ") and self._said.setdefault(line.text, line.rank) != line.rank:
             return  # all ranks have the same to say
         start = b"\r\x1b[K" if self._bar_shown else b""
-        # Nobody may read any more: the ranks go on, and their files are written.
-        with contextlib.suppress(BrokenPipeError):
-            stream.write(start + b"[%d] " % line.rank + line.text)
-            stream.flush()
+        stream.write(start + b"[%d] " % line.rank + line.text)
         self._bar_shown = moves
 
 
@@ -133,7 +135,7 @@ class _Source:
     def split(self, data: bytes) -> list[_Line]:
         """No data means that the stream has ended."""
         *lines, self._rest = (self._rest + data).split(b"\n")
-        if not data and self._rest:
+        if (not data and self._rest) or len(self._rest) > _LONGEST:
             lines.append(self._rest)
             self._rest = b""
         found = [part for line in lines for part in self._lines(line)]
@@ -163,16 +165,16 @@ class _Source:
         return text.removeprefix(label + b" ").removeprefix(label)
 
 
-def label(rank: int, folder: str | None, bars: bool) -> Callable[[], None]:
+def label(rank: int, folder: str | None, bars: bool) -> Callable[[], bool]:
     """Labels what this process prints from now on, where nobody else does: under mpirun.
 
     A child process copies, so that the last words of a rank that crashes come through; it ends when nobody can write
-    any more, or soon after the rank itself. The function that is returned waits for it.
+    any more, or soon after the rank itself. The function that is returned waits for it, and answers whether output
+    was lost.
     """
     if folder:
         text_files.make_folder(Path(folder))  # a sentence about it is this process's, not the child's
-    sys.stdout.flush()
-    sys.stderr.flush()
+    _flush()
     pipes = [os.pipe(), os.pipe()]
     rank_process = os.getpid()
     copier = os.fork()
@@ -196,24 +198,31 @@ def _copy_for(rank_process: int, rank: int, folder: str | None, bars: bool, read
     # mpirun's connections are closed, too: a rank must not seem to live on in its copier.
     for first, last in zip([2, *sorted(reads)], [*sorted(reads), 65_536], strict=True):
         os.closerange(first + 1, last)
+    sinks.take_over()
     output = Output(folder, bars)
     for read, stream in zip(reads, standard_streams(), strict=True):
         output.add(read, rank, stream)
     output.close(while_lives=rank_process)
-    os._exit(0)
+    os._exit(sinks.exit_code(0))
 
 
-def _unlabel(copier: int, originals: list[int], seconds: float = 3.0) -> None:
-    """Gives the streams back, and waits until the copier has copied all."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+def _unlabel(copier: int, originals: list[int], seconds: float = 3.0) -> bool:
+    """Gives the streams back, and waits until the copier has copied all. Whether some is lost."""
+    _flush()
     for original, standard in zip(originals, (1, 2), strict=True):
         os.dup2(original, standard)
         os.close(original)
     limit = time.monotonic() + seconds  # children of the script may hold the pipes
-    while os.waitpid(copier, os.WNOHANG) == (0, 0) and time.monotonic() < limit:
+    while (ended := os.waitpid(copier, os.WNOHANG)) == (0, 0) and time.monotonic() < limit:
         time.sleep(0.01)
+    return os.waitstatus_to_exitcode(ended[1]) == sinks.LOST
+
+
+def _flush() -> None:
+    for stream in filter(None, (sys.stdout, sys.stderr)):  # None: it was closed when Python started
+        stream.flush()
 
 
 def standard_streams() -> tuple[BinaryIO, BinaryIO]:
+    """After `sinks.take_over`."""
     return sys.stdout.buffer, sys.stderr.buffer

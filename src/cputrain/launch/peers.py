@@ -29,6 +29,7 @@ class Peers:
         self._heard: dict[int, tuple[str, float]] = {}  # the last state of a peer, and since when it is the same
         # A static rendezvous keeps one store for all starts: without a count, the last start's end would count again.
         self.start = self._store.add(f"cputrain/starts/{own}", 1)
+        self._failed = f"cputrain/failed/{self.start}"
         self.beat()
 
     def beat(self) -> None:
@@ -41,17 +42,19 @@ class Peers:
 
     def say_failed(self, failure: Failure) -> None:
         """The first counts: what fails then fails because of it."""
-        self._store.compare_set("cputrain/failed", "", json.dumps(failure))
+        self._store.compare_set(self._failed, "", json.dumps(failure))
 
     def failure(self) -> Failure | None:
-        if not self._store.check(["cputrain/failed"]):
+        if not self._store.check([self._failed]):
             return None
-        self._store.set(f"cputrain/heard/{self._own}", "")
-        return Failure(*json.loads(self._store.get("cputrain/failed")))
+        self._store.set(f"cputrain/heard/{self.start}/{self._own}", "")
+        return Failure(*json.loads(self._store.get(self._failed)))
 
     def all_heard(self) -> bool:
         """Whether nobody needs the store any more, which may end with this process."""
-        return self._store.check([f"cputrain/heard/{peer}" for peer in range(self._size) if peer != self._own])
+        return self._store.check(
+            [f"cputrain/heard/{self.start}/{peer}" for peer in range(self._size) if peer != self._own]
+        )
 
     def has_ended(self, peer: int) -> bool:
         return self._state(peer) == f"{self.start} ended"

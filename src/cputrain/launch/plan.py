@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, ssh, watch
+from cputrain.launch import environment, hostfile, join, kubeflow, mpi, mpirun, node, processes, ssh
 from cputrain.launch.config import PORT, Config
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.ranks import Node
@@ -85,6 +85,8 @@ def _by_agent(
 ) -> Plan:
     """torchrun's agent, in this process. `sizes`: the least and the most ranks; `differing`: fields of the order."""
     variables = {**task.added, **environment.of_several(*(sizes or (here.processes,)))}
+    if max((differing or {}).get(name) or 1 for name in ("machines", "most")) == 1:
+        variables |= environment.of_one_launch(task.inherited, task.added)
     fixed = {"backend": "static", "endpoint": f"127.0.0.1:{config.main_process_port}"}
     order = node.Order(
         program=task.program,
@@ -169,8 +171,9 @@ def _needed_mpi(task: Task, asked: str | None) -> mpi.Mpi:
 def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi, reason: str) -> Plan:
     size = sum(machine.processes for machine in machines)
     added = {**task.added, **found.environment, **environment.of_several(size), **_mpi_meeting(config, machines, found)}
+    added |= environment.of_one_launch(task.inherited, task.added)
     added[join.LABEL] = f"{int(task.bars)}:{config.log_dir or ''}"
-    added[watch.JOB] = secrets.token_hex(8)
+    added[processes.JOB] = secrets.token_hex(8)
     variables = environment.forwarded(task.inherited, added)
     program = [sys.executable, *node.rank_arguments(task.program)]
     shown = mpirun.command(found, machines, "HOSTFILE", variables, task.folder, program)
@@ -192,7 +195,8 @@ def _mpi_meeting(config: Config, machines: list[Machine], found: mpi.Mpi) -> dic
 
 def _by_ssh(config: Config, machines: list[Machine], task: Task, reason: str) -> Plan:
     size = sum(machine.processes for machine in machines)
-    variables = environment.forwarded(task.inherited, {**task.added, **environment.of_several(size)})
+    added = {**task.added, **environment.of_several(size), **environment.of_one_launch(task.inherited, task.added)}
+    variables = environment.forwarded(task.inherited, added)
     address = config.main_process_ip or ssh.meeting_address(machines)
     order = node.Order(
         program=task.program,

@@ -14,6 +14,8 @@ import re
 import socket
 from collections.abc import Mapping
 
+from cputrain.launch.processes import JOB
+
 # What a value may hold in this protocol: lines of words, `key=value`.
 _WORD = re.compile(r"[!-~]+")
 
@@ -29,6 +31,7 @@ class Connection:
         self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
         self._broadcasts, self._process = 0, os.getpid()
         self.exit_code = 0
+        self._has_parent = JOB in environ  # which says how this rank ended (rank_parent.py)
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
@@ -59,7 +62,9 @@ class Connection:
         if _script_uses_mpi() and not self.exit_code:
             return
         with contextlib.suppress(OSError):  # if MPI has finalised before us, the manager has hung up
-            if self.exit_code:
+            if self.exit_code and self._has_parent:
+                pass
+            elif self.exit_code:
                 self._socket.sendall(b"cmd=abort exitcode=%d\n" % self.exit_code)
             else:
                 self._socket.sendall(b"cmd=finalize\n")

@@ -8,9 +8,11 @@ import os
 import secrets
 import signal
 import time
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 _MARK = "CPUTRAIN_STARTED_BY"
+# In the environment of every rank that an mpirun of ours starts, and of what they start.
+JOB = "CPUTRAIN_JOB"
 # A child that is still on its way from fork to exec has no mark, and may be told to end for so long.
 _LATE_SECONDS = 1.0
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
@@ -28,12 +30,17 @@ def die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def is_guarded(environ: Mapping[str, str]) -> bool:
+    """Whether this is a rank that has a guard already, or something that one started."""
+    return bool(environ.get(_MARK))
+
+
 def guard(environ: MutableMapping[str, str]) -> None:
     """Leaves a small process behind that ends what this one started, wherever it went, when this one is gone.
 
     Found by a mark in their environment: mpirun kills a rank's process group, and children may have left it.
     """
-    if environ.get(_MARK):
+    if is_guarded(environ):
         return
     environ[_MARK] = mark = secrets.token_hex(8)
     guarded = os.getpid()

@@ -5,24 +5,26 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
-import secrets
 import socket
 import threading
 from collections.abc import Mapping
 from typing import Any, NamedTuple, Protocol
 
+from cputrain import authentication
 from cputrain.launch import pmi, pmix
 from cputrain.launch.config import PORT
 from cputrain.launch.ranks import Place, number
 
 LOCAL = "127.0.0.1"
 _SECONDS = 5.0
+_TICK = 0.05
 
 
 class Meeting(NamedTuple):
     address: str
     port: int
     reason: str
+    token: str = ""  # the run's, if MPI carried one
 
 
 class Exchange(Protocol):
@@ -52,8 +54,8 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
             raise ValueError(_nobody_knows(place))
         return Meeting(address, port or _openmpi_port(environ), reason), None
     if address:
-        said = exchange.broadcast(str(port or _free_port()))
-        return Meeting(address, int(said), reason), exchange
+        said, token = exchange.broadcast(f"{port or _free_port()},{authentication.new_token()}").split(",")
+        return Meeting(address, int(said), reason, token), exchange
     return _asked(place, exchange, port), exchange
 
 
@@ -134,30 +136,38 @@ def _asked(place: Place, exchange: Exchange, port: int | None) -> Meeting:
     A host name would not do: on many systems it resolves to 127.0.1.1, or on each host to something else.
     """
     if place.rank == 0:
-        with _Greeter(port) as greeter:
+        token = authentication.new_token()
+        with _Greeter(port, _greeting_key(token), place.size) as greeter:
             addresses = own_addresses()
-            exchange.broadcast(",".join([str(greeter.port), greeter.token, *addresses]))
+            exchange.broadcast(",".join([str(greeter.port), token, *addresses]))
             exchange.barrier()
-            return Meeting(greeter.met_at or addresses[0], greeter.port, "rank 0 was asked through MPI")
+            return Meeting(greeter.met_at or addresses[0], greeter.port, "rank 0 was asked through MPI", token)
     said, token, *addresses = exchange.broadcast("-").split(",")
-    address = next((name for name in addresses if _answers(name, int(said), token)), None)
+    address = next((name for name in addresses if _answers(name, int(said), token, place.rank)), None)
     if address is None:
         raise ValueError(
             f"rank {place.rank} on {socket.gethostname()} can't reach rank 0 at {' or '.join(addresses)}, port {said}: "
             "open the firewall between the machines, or set MASTER_ADDR and MASTER_PORT."
         )
     exchange.barrier()
-    return Meeting(address, int(said), "rank 0 was asked through MPI")
+    return Meeting(address, int(said), "rank 0 was asked through MPI", token)
+
+
+def _greeting_key(token: str) -> bytes:
+    return authentication.key_for("greeting", {authentication.TOKEN: token})
 
 
 class _Greeter:
-    """Listens at a port until everybody has tried to reach it; then the port is free for torch's store."""
+    """Listens at a port until everybody has tried to reach it; then the port is free for torch's store.
 
-    def __init__(self, port: int | None) -> None:
-        self.token = secrets.token_hex(8)
+    At all addresses: which one the others reach is the question.
+    """
+
+    def __init__(self, port: int | None, key: bytes, ranks: int) -> None:
         self.met_at: str | None = None
-        self._server = _listening(port or 0)
-        self.port = self._server.getsockname()[1]
+        self._listener = authentication.Listener(_listening(port or 0), key, ranks)
+        self.port = self._listener.port
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._greet, daemon=True)
 
     def __enter__(self) -> _Greeter:
@@ -165,19 +175,15 @@ class _Greeter:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._server.shutdown(socket.SHUT_RDWR)
-        self._server.close()
-        self._thread.join(_SECONDS)
+        self._closing.set()
+        self._thread.join()
+        self._listener.close()
 
     def _greet(self) -> None:
-        while True:
-            try:
-                peer, _ = self._server.accept()
-            except OSError:  # closed: everybody was here
-                return
-            with peer:
-                self.met_at = peer.getsockname()[0].removeprefix("::ffff:")
-                peer.sendall(self.token.encode())
+        while not self._closing.is_set():
+            for _, peer in self._listener.wait(_TICK):
+                with peer:
+                    self.met_at = peer.getsockname()[0].removeprefix("::ffff:")
 
 
 def _listening(port: int) -> socket.socket:
@@ -192,13 +198,10 @@ def _free_port() -> int:
         return server.getsockname()[1]
 
 
-def _answers(address: str, port: int, token: str) -> bool:
+def _answers(address: str, port: int, token: str, rank: int) -> bool:
     try:
-        with socket.create_connection((address, port), timeout=_SECONDS) as peer:
-            found = b""
-            while len(found) < len(token) and (more := peer.recv(64)):
-                found += more
-            return found == token.encode()
+        authentication.connect((address, port), _greeting_key(token), rank, _SECONDS).close()
+        return True
     except OSError:
         return False
 
@@ -212,6 +215,39 @@ def own_addresses() -> list[str]:
     four = [e.address for e in found if e.family == socket.AF_INET]
     six = [e.address for e in found if e.family == socket.AF_INET6 and "%" not in e.address]
     return [address for address in (*four, *six) if not ipaddress.ip_address(address).is_loopback][:12] or [LOCAL]
+
+
+def address_to_bind(host: str) -> str:
+    """This machine's address by which others reach it as `host`; "", which is all of them, if that can't be told.
+
+    A name may be another address elsewhere: here 127.0.1.1, say, or an address that is translated on the way.
+    """
+    if is_loopback(host):
+        return LOCAL if host == "localhost" else host
+    try:
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return ""
+    own = found.intersection(own_addresses())
+    return own.pop() if len(own) == len(found) == 1 else ""
+
+
+def is_loopback(host: str) -> bool:
+    """Whether a host means each machine itself. Another name may do so on the machine that has it, and there only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def server_at(address: str, port: int) -> socket.socket:
+    """A listening socket; the address "" is all of this machine's, of IPv4 and IPv6."""
+    if address:
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        return socket.create_server((address, port), family=family, backlog=1024)
+    both = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
+    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
 def address_towards(host: str) -> str | None:

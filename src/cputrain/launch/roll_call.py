@@ -1,7 +1,7 @@
 """Machines, or ranks, that are started each by itself find one another before they begin, and say whom they wait for.
 
 Number 0 listens where torch's store will be a moment later; every other one reports there with its number and version,
-and hears whether all are there, or what doesn't fit.
+and hears whether all are there, or what doesn't fit. Both show first that they know the run's token.
 """
 
 from __future__ import annotations
@@ -9,20 +9,22 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import selectors
 import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
-from cputrain import __version__
+from cputrain import __version__, authentication
+from cputrain.launch import rendezvous
 
 SECONDS = "CPUTRAIN_MEETING_SECONDS"
 _DEFAULT_SECONDS = 600
 _FIRST_WORD, _NEXT_WORD = 10.0, 60.0  # seconds of silence
 _PAUSE = 0.5
-_LONGEST_LINE = 4096
+_LONGEST_LINE, _LONGEST_ANSWER = 4096, 2**20  # bytes: an answer may name thousands of machines
+_ANSWER_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -54,20 +56,24 @@ class Card:
     version: str = __version__
 
     @staticmethod
-    def from_line(line: bytes) -> Card:
-        """A ValueError, TypeError or KeyError if it is none."""
-        found = json.loads(line)
-        return Card(int(found["machine"]), int(found["machines"]), str(found["host"]), str(found["version"]))
+    def from_line(line: bytes) -> Card | None:
+        """None if it is no card."""
+        found = _parsed(line)
+        values = [found.get(name) for name in ("machine", "machines", "host", "version")]
+        fits = [type(value) for value in values] == [int, int, str, str]
+        return Card(*values) if fits else None  # type: ignore[arg-type]
 
 
 def hold(endpoint: str, machine: int, machines: int, environ: Mapping[str, str], kind: Kind = MACHINES) -> None:
     """Returns when all are there; a ValueError says who did not come, or what doesn't fit."""
     patience = _Patience(endpoint, _seconds(environ), kind)
     card = Card(machine, machines, socket.gethostname())
+    key = authentication.key_for(f"roll call of {kind.name}s", environ)
     if machine == 0:
-        _gather(card, patience)
+        authentication.say_if_unprotected(environ)
+        _gather(card, patience, key)
     else:
-        _report(card, patience)
+        _report(card, patience, key)
 
 
 def _seconds(environ: Mapping[str, str]) -> int:
@@ -99,27 +105,58 @@ class _Patience:
             print(f"cputrain: waiting for {missing} at {self.endpoint}{why}; {left} s are left", file=sys.stderr)
 
 
+def _parsed(line: bytes) -> dict[str, Any]:
+    """A line of JSON; nothing if it is none, whatever it is: not UTF-8, too deep, a list."""
+    try:
+        found = json.loads(line)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 # --- Number 0 ----------------------------------------------------------------------------------------------------
 
 
-def _gather(own: Card, patience: _Patience) -> None:
+@dataclass
+class _Peer:
+    """A connection that knows the token, what it has said, and until when it must have said who it is."""
+
+    said: bytes = b""
+    card: Card | None = None
+    deadline: float = field(default_factory=lambda: time.monotonic() + authentication.SECONDS)
+
+
+_Present = dict[socket.socket, _Peer]
+
+
+def _gather(own: Card, patience: _Patience, key: bytes) -> None:
     with contextlib.ExitStack() as stack:
-        listener = stack.enter_context(_listening(patience))
-        present: dict[socket.socket, Card | None] = {}  # None: has not said who it is
+        listener = authentication.Listener(_listening(patience), key, own.machines)
+        stack.callback(listener.close)
+        present: _Present = {}
         stack.callback(_close, present)
         while missing := _missing(own, present, patience.kind):
             with _told(present):
                 patience.check(missing)
-            for ready in _readable([listener, *present]):
-                if ready is listener:
-                    peer, _ = listener.accept()
-                    peer.setblocking(False)
-                    present[peer] = None
-                else:
-                    _hear(ready, own, present, patience.kind)
+            ready = authentication.readable([*listener.sockets, *present], _PAUSE)
+            for peer in [peer for peer in ready if peer in present]:
+                _hear(peer, own, present, patience.kind)
+            present |= {peer: _Peer() for _, peer in listener.advance(ready)}
+            _forget_silent(present)
         listener.close()  # before the others go on to torch's store at the same port
         for peer in present:
             _say(peer, {"go": True})
+
+
+def _forget_silent(present: _Present) -> None:
+    now = time.monotonic()
+    for peer in [peer for peer, state in present.items() if state.card is None and state.deadline < now]:
+        _forget(peer, present)
+
+
+def _forget(peer: socket.socket, present: _Present) -> None:
+    del present[peer]
+    peer.close()
 
 
 def _close(peers: Iterable[socket.socket]) -> None:
@@ -128,11 +165,9 @@ def _close(peers: Iterable[socket.socket]) -> None:
 
 
 def _listening(patience: _Patience) -> socket.socket:
-    _, port = _split(patience.endpoint)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
+    host, port = _split(patience.endpoint)
     try:
-        return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+        return rendezvous.server_at(rendezvous.address_to_bind(host), port)
     except OSError as error:
         raise ValueError(
             f"the port of {patience.endpoint} is in use on {socket.gethostname()}: choose another {patience.kind.port}."
@@ -141,37 +176,38 @@ def _listening(patience: _Patience) -> socket.socket:
         ) from None
 
 
-def _missing(own: Card, present: Mapping[socket.socket, Card | None], kind: Kind) -> str:
-    here = {card.machine for card in present.values() if card}
+def _missing(own: Card, present: _Present, kind: Kind) -> str:
+    here = {peer.card.machine for peer in present.values() if peer.card}
     absent = [str(number) for number in range(1, own.machines) if number not in here]
     name = kind.name if len(absent) == 1 else f"{kind.name}s"
     return f"{name} {', '.join(absent)} of {own.machines} (counted from 0)" if absent else ""
 
 
-def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
-    with selectors.DefaultSelector() as selector:
-        for one in sockets:
-            selector.register(one, selectors.EVENT_READ)
-        return [key.fileobj for key, _ in selector.select(_PAUSE) if isinstance(key.fileobj, socket.socket)]
-
-
-def _hear(peer: socket.socket, own: Card, present: dict[socket.socket, Card | None], kind: Kind) -> None:
+def _hear(peer: socket.socket, own: Card, present: _Present, kind: Kind) -> None:
     """Whoever hangs up, or is none of ours, is forgotten. A card that doesn't fit ends the launch on all machines."""
+    state = present[peer]
     try:
-        card = Card.from_line(peer.recv(_LONGEST_LINE))  # a short line comes in one piece
-    except (OSError, ValueError, TypeError, KeyError):
-        del present[peer]
-        peer.close()
+        heard = peer.recv(_LONGEST_LINE - len(state.said))
+    except BlockingIOError:
         return
-    problem = _problem(own, card, [other for other in present.values() if other], kind)
-    present[peer] = card
+    except OSError:
+        heard = b""
+    state.said += heard
+    if heard and state.card is None and b"\n" not in state.said and len(state.said) < _LONGEST_LINE:
+        return  # the rest of the line is on its way
+    card = Card.from_line(state.said) if heard and state.card is None else None
+    if card is None:
+        _forget(peer, present)
+        return
+    problem = _problem(own, card, [other.card for other in present.values() if other.card], kind)
+    state.card = card
     with _told(present):
         if problem:
             raise ValueError(problem)
 
 
 @contextlib.contextmanager
-def _told(present: Mapping[socket.socket, Card | None]) -> Iterator[None]:
+def _told(present: _Present) -> Iterator[None]:
     """What goes wrong is said on all machines."""
     try:
         yield
@@ -206,11 +242,11 @@ def _say(peer: socket.socket, words: dict[str, object]) -> None:
 # --- All others --------------------------------------------------------------------------------------------------
 
 
-def _report(card: Card, patience: _Patience) -> None:
+def _report(card: Card, patience: _Patience, key: bytes) -> None:
     first = f"{patience.kind.name} 0"
     while True:
         try:
-            answer = _asked(card, patience)
+            answer = _asked(card, patience, key)
         except OSError as error:
             patience.check(first, f" ({_reason(error)})")
             time.sleep(_PAUSE)
@@ -219,22 +255,21 @@ def _report(card: Card, patience: _Patience) -> None:
             raise ValueError(str(answer["problem"]))
         if answer.get("go"):
             return
-        time.sleep(_PAUSE)  # somebody else listens there, perhaps the store of a training that is about to end
-        patience.check(first, " (who listens there is another program)")
+        time.sleep(_PAUSE)
+        patience.check(first, " (it hung up)")
 
 
-def _asked(card: Card, patience: _Patience) -> dict[str, object]:
+def _asked(card: Card, patience: _Patience, key: bytes) -> dict[str, Any]:
     """Number 0's answer, which comes when all are there; nothing if it hung up."""
-    with socket.create_connection(_split(patience.endpoint), timeout=5) as peer:
+    with authentication.connect(_split(patience.endpoint), key, card.machine, _ANSWER_SECONDS) as peer:
         peer.sendall(json.dumps(asdict(card)).encode() + b"\n")
-        while not _readable([peer]):
+        while not authentication.readable([peer], _PAUSE):
             patience.check(f"the other {patience.kind.name}s", grace=10)  # number 0 knows better who is missing
-        line = peer.recv(_LONGEST_LINE)
-    try:
-        answer = json.loads(line)
-    except ValueError:
-        return {}
-    return answer if isinstance(answer, dict) else {}
+        peer.settimeout(_ANSWER_SECONDS)
+        line = b""
+        while not line.endswith(b"\n") and len(line) < _LONGEST_ANSWER and (more := peer.recv(_LONGEST_LINE)):
+            line += more
+    return _parsed(line)
 
 
 def _reason(error: OSError) -> str:
@@ -242,6 +277,8 @@ def _reason(error: OSError) -> str:
         return "its name can't be resolved"
     if isinstance(error, TimeoutError):
         return "nobody answers there"
+    if isinstance(error, authentication.Refused):
+        return str(error)
     return os.strerror(error.errno) if error.errno else str(error)
 
 

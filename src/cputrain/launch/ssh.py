@@ -1,4 +1,4 @@
-"""Machines without MPI: ssh starts `cputrain.launch.node` on each, and hands it its order over standard input."""
+"""Machines without MPI: ssh starts `node.py` on each, and hands it its order over standard input."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import sys
 import time
 from dataclasses import replace
 
-from cputrain.launch import line, processes
+from cputrain.launch import import_path, line, processes, sinks
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.line import Line
 from cputrain.launch.node import Order
 from cputrain.launch.rendezvous import address_towards
 
-# Constant, but for where this Python is: what is run, and with what, comes as JSON and never meets a shell.
-_NODE = (sys.executable, "-m", "cputrain.launch.node")
+# Constant, but for where Python and cputrain are: what is run, and with what, comes as JSON and never meets a shell.
+_NODE = (sys.executable, import_path.program("launch", "node.py"))
 
 
 def command(machine: str) -> list[str]:
@@ -79,9 +79,11 @@ def _wait(nodes: list[Line]) -> int:
     while True:
         codes = [node.process.poll() for node in nodes]
         for node, code in zip(nodes, codes, strict=True):
-            if code:
+            if code and code != sinks.LOST:
                 print(f"cputrain: {node.ending(code)}; all machines are ended.", file=sys.stderr)
                 return node.exit_code(code)
-        if all(code == 0 for code in codes):
-            return 0
+        if None not in codes:
+            for node in nodes:
+                node.read_to_end()
+            return sinks.exit_code(max(filter(None, codes), default=0))
         time.sleep(0.1)

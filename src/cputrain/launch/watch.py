@@ -1,7 +1,7 @@
 """What `launch` leaves on each other machine of an mpirun: it ends all that is left of the job there.
 
-mpirun's own proxies wait for ever for an mpirun whose machine is gone. Started by ssh as a module: the first line of
-standard input is JSON, with the mark by which the job's processes are known; the end or silence of it is the end.
+mpirun's own proxies wait for ever for an mpirun whose machine is gone. Started by ssh: the first line of standard input
+is JSON, with the mark by which the job's processes are known; the end or silence of it is the end.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import time
 import psutil
 
 from cputrain import __version__
-from cputrain.launch import line, processes
+from cputrain.launch import import_path, line, processes
 from cputrain.launch.line import Line
 
-# In the environment of every rank, and of what they start.
-JOB = "CPUTRAIN_JOB"
 # Of mpiruns, which start the ranks and stay beside them.
 PROXIES = ("hydra_pmi_proxy", "orted", "prted")
-_COMMAND = (sys.executable, "-m", "cputrain.launch.watch")
+_COMMAND = (sys.executable, import_path.program("launch", "watch.py"))
 _READY = b"ready\n"
 _LOOK_SECONDS = 20.0
 
@@ -59,7 +57,7 @@ class _Job:
         """Remembers the proxies: when their ranks have ended, nothing tells whose they were."""
         if time.monotonic() < self._next_look:
             return
-        for pid in processes.marked(JOB, self._mark):
+        for pid in processes.marked(processes.JOB, self._mark):
             with contextlib.suppress(psutil.Error):
                 parent = psutil.Process(pid).parent()
                 if parent and parent.name() in PROXIES and parent.uids().real == os.getuid():
@@ -77,10 +75,11 @@ class _Job:
 
     def _living(self) -> list[int]:
         proxies = [proxy.pid for proxy in self._proxies if proxy.is_running()]
-        return [*processes.marked(JOB, self._mark), *proxies]
+        return [*processes.marked(processes.JOB, self._mark), *proxies]
 
 
 def main() -> None:
+    import_path.leave_out_first()
     from cputrain.launch.node import check_version
 
     order = json.loads(sys.stdin.readline())

@@ -10,13 +10,18 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from cputrain import user_folders
 
-def library(name: str, source: str, arguments: Sequence[str], reason: str) -> Path:
-    """The shared library that g++ makes of a source, from the cache if it was made before. `reason` is for the user."""
+
+def library(name: str, source: str, arguments: Sequence[str], reason: str, release: str = "") -> Path:
+    """The shared library that g++ makes of a source, from the cache if it was made before.
+
+    `reason` is for the user, `release` tells apart what the source includes and is linked with.
+    """
     compiler = shutil.which("g++") or shutil.which("c++")
     if compiler is None:
         raise ValueError(f"{reason} needs a C++ compiler once, and there is neither g++ nor c++: install one.")
-    key = hashlib.sha256("\0".join([source, compiler, *arguments]).encode()).hexdigest()[:16]
+    key = hashlib.sha256("\0".join([source, compiler, *arguments, release]).encode()).hexdigest()[:16]
     made = _folder() / key / name
     if not made.exists():
         _compile([compiler, "-shared", "-fPIC", "-O2", "-std=c++17"], source, arguments, made, reason)
@@ -25,10 +30,13 @@ def library(name: str, source: str, arguments: Sequence[str], reason: str) -> Pa
 
 def _folder() -> Path:
     """Ours alone: whatever lies there is loaded into the process."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cputrain" / "compiled"
+    found = user_folders.cache()
+    if found is None:
+        raise ValueError("there is no folder for what is compiled: set HOME or XDG_CACHE_HOME.")
+    cache = found / "cputrain" / "compiled"
     cache.mkdir(parents=True, exist_ok=True, mode=0o700)
-    found = cache.stat()
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    stats = cache.stat()
+    if stats.st_uid != os.geteuid() or stats.st_mode & 0o022:
         raise ValueError(f"{cache} can be written by others, and libraries would be loaded from it: chmod 700 it.")
     return cache
 

@@ -7,7 +7,9 @@ need oneCCL wherever cputrain is built; written without the header it would have
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import os
+import re
 import sys
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -46,7 +48,8 @@ class Library:
         prefix = _prefix()
         arguments = [f"-I{prefix}/include", f"-L{prefix}/lib/ccl/cpu/lib", "-l:libccl.so.1"]
         arguments += [f"-Wl,-rpath,{prefix}/lib/ccl/cpu/lib", "-fvisibility=hidden"]
-        path = compiled.library("libcputrain_oneccl.so", _SOURCE.read_text(), arguments, "oneCCL's transport")
+        source, reason = _SOURCE.read_text(), "oneCCL's transport"
+        path = compiled.library("libcputrain_oneccl.so", source, arguments, reason, _release(prefix))
         # By its path: LD_LIBRARY_PATH, which Intel's mpirun needs, would lead to the one for GPUs.
         ctypes.CDLL(f"{prefix}/lib/ccl/cpu/lib/libccl.so.1")
         library = ctypes.CDLL(str(path))
@@ -62,6 +65,19 @@ def _prefix() -> Path:
         if (prefix / "lib/ccl/cpu/lib/libccl.so.1").exists() and (prefix / "include/oneapi/ccl.hpp").exists():
             return prefix
     raise ValueError(f"oneCCL is not installed beside this Python ({sys.prefix}): {_INSTALL}.")
+
+
+def _release(prefix: Path) -> str:
+    """What is compiled with the headers of one oneCCL must not be loaded with another that was installed in its place.
+
+    The version is pkg-config's, which some installers leave out; the headers differ wherever it matters to us.
+    """
+    digest = hashlib.sha256()
+    for header in sorted((prefix / "include/oneapi").rglob("*.h*")):
+        digest.update(header.read_bytes())
+    described = prefix / "lib/pkgconfig/ccl.pc"
+    version = re.search(r"^Version: *(.+)$", described.read_text() if described.exists() else "", re.MULTILINE)
+    return f"oneCCL {version[1] if version else 'of unknown version'}, {digest.hexdigest()}"
 
 
 def settings(environ: MutableMapping[str, str], address: str) -> dict[str, str]:

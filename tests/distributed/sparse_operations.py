@@ -1,0 +1,64 @@
+"""Sparse tensors, DTensor and the profiler. Each case runs on all ranks of the default group."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import ReduceOp
+
+
+def _sparse(rank, dtype=torch.float32):
+    """Rank r has r entries, in places that others have too, one of them twice; rank 0 has none."""
+    places = torch.tensor([[(rank + i) % 5 for i in range(rank)], [i % 2 for i in range(rank)]], dtype=torch.int64)
+    values = torch.arange(3 * rank, dtype=dtype).reshape(rank, 3) + rank
+    return torch.sparse_coo_tensor(places.reshape(2, rank), values, (5, 2, 3), check_invariants=True)
+
+
+def case_sparse_all_reduce(rank, size):
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for op in (ReduceOp.SUM, ReduceOp.AVG) if dtype.is_floating_point else (ReduceOp.SUM,):
+            tensor = _sparse(rank, dtype)
+            dist.all_reduce(tensor, op=op)
+            expected = sum(_sparse(r, dtype).to_dense() for r in range(size))
+            expected = expected / size if op == ReduceOp.AVG else expected
+            assert tensor.is_sparse and tensor.is_coalesced()
+            torch.testing.assert_close(tensor.to_dense(), expected)
+    with pytest.raises(ValueError, match="can't compute the max of sparse tensors"):
+        dist.all_reduce(_sparse(rank), op=ReduceOp.MAX)
+
+
+def case_ddp_with_sparse_gradients(rank, size):
+    def gradient(sparse):
+        torch.manual_seed(0)
+        model = torch.nn.parallel.DistributedDataParallel(torch.nn.Embedding(20, 4, sparse=sparse))
+        model(torch.tensor([rank, 3, 7])).square().sum().backward()
+        return model.module.weight.grad
+
+    found = gradient(sparse=True)
+    assert found.is_sparse
+    torch.testing.assert_close(found.to_dense(), gradient(sparse=False))
+
+
+def case_profiler_events(rank, size):
+    with torch.profiler.profile() as profiled:
+        dist.all_reduce(torch.ones(10))
+        work = dist.broadcast(torch.ones(10), 0, async_op=True)
+        work.wait()
+        dist.barrier()
+    names = [event.name for event in profiled.events()]
+    for name in ("ccl:all_reduce", "ccl:broadcast", "ccl:barrier"):
+        assert names.count(name) == 1, names
+
+
+def case_dtensor_moves_shards_by_all_to_all(rank, size):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    whole = torch.arange(8 * 7 * 3.0).reshape(8, 7, 3)  # rows and columns that 3 ranks can't share equally
+    tensor = distribute_tensor(whole, init_device_mesh("cpu", (size,)), [Shard(0)])
+    with torch.profiler.profile() as profiled:
+        moved = tensor.redistribute(placements=[Shard(1)])
+    assert torch.equal(moved.to_local(), whole.chunk(size, 1)[rank])
+    names = [event.name for event in profiled.events()]
+    assert "ccl:all_to_all" in names and "ccl:all_gather" not in names, names
