@@ -10,13 +10,14 @@ BUILD_TREE := build/editable
 SANITIZE_TREE := build/sanitize
 SHAPES ?= 500
 SEED ?= 0
+FUZZ_SECONDS ?= 600
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test sanitize soak models lint format bench wheel clean
+.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -43,12 +44,20 @@ demo: build ## train a small question-answering model, stock and optimised side 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some)
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, auto under load
+soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner
 	$(MAKE) sanitize SHAPES=10000
 	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
 	$(BIN)/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
 	$(BIN)/python -m tests.integrations.earlier 4.57 -m pytest tests/parity
+	$(BIN)/python -m tests.distributed.strangers --runs 50
 	$(BIN)/python benchmarks/auto_under_load.py
+	$(BIN)/python -m tests.launch.lost_output --times 20
+	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
+	$(BIN)/python -m tests.distributed.restarts --restarts 100
+
+fuzz: build ## give every parser nonsense, guided by atheris (FUZZ_SECONDS=600 for each)
+	$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) install --quiet -c constraints.txt atheris
+	$(BIN)/python -m tests.fuzz.under_atheris --seconds $(FUZZ_SECONDS)
 
 models: build ## write docs/models.md: what is replaced in each model type
 	$(BIN)/python -m tests.sweep.models_page
@@ -78,9 +87,14 @@ bench: build ## measure kernels and training against stock (BENCH_ARGS="--help" 
 	$(BIN)/python benchmarks/kernels.py
 	$(BIN)/python benchmarks/training.py $(BENCH_ARGS)
 
-wheel: $(INSTALLED) ## build dist/cputrain-*-py3-none-<platform>.whl
-	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
-	@ls dist/*.whl
+wheel: $(INSTALLED) ## build both wheels (Linux x86-64; py3-none-any without kernels) and the sdist into dist/, checked
+	rm -rf dist build/wheel && mkdir -p dist build/wheel
+	$(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/wheel/cputrain-*.whl
+	CPUTRAIN_WITHOUT_KERNELS=1 $(PIP) wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
+	$(BIN)/twine check --strict dist/*
+	@ls -l dist
 
 clean: ## remove all that was built; .venv stays
 	rm -rf build dist src/cputrain/lib .pytest_cache .mypy_cache .ruff_cache

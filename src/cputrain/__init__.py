@@ -26,6 +26,11 @@ _HOME_OF = {
 __all__ = ["Accelerator", "Trainer", "TrainingArguments", "__version__", "explain", "optimize", "restore"]
 
 
+def __dir__() -> list[str]:
+    """The public names are there before their first use: an editor or notebook completes them."""
+    return sorted({*globals(), *_HOME_OF})
+
+
 def __getattr__(name: str) -> object:
     if name not in _HOME_OF:
         raise AttributeError(f"module 'cputrain' has no attribute {name!r}")

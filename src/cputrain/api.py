@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Literal, overload
@@ -11,7 +13,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain import hardware, memory, native, precision, settings
+from cputrain import hardware, memory, native, precision, settings, terminal_log
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
@@ -19,6 +21,9 @@ from cputrain.ops import workspace
 from cputrain.optimizers import clipping, takeover
 
 Padding = Literal["drop", "keep"]
+
+logger = logging.getLogger("cputrain")
+terminal_log.show_where_nobody_logs()
 
 # model.__dict__ key of the record of what was done to it; copied with the model.
 _RECORD = "_cputrain"
@@ -66,12 +71,38 @@ def optimize(
 ) -> nn.Module | tuple[nn.Module, Optimizer]:
     """Makes `model`, and `optimizer` if given, faster on this CPU, in place; returns what it was given.
 
-    Class, parameter names, checkpoints and results stay; `explain(model)` lists what was replaced, `restore(model)`
-    undoes it. With `padding="drop"` padded positions are never computed; "keep" gives stock's padded numbers.
+    >>> model, optimizer = cputrain.optimize(model, optimizer)
+    >>> loss = model(**batch).loss
+    >>> loss.backward()
+    >>> optimizer.step()
+
+    Class, parameter names and checkpoints stay. Results agree with stock's within the error of `dtype`, and up to what
+    `padding` says; dropout has stock's rate, but draws another pattern from the same seed. `explain(model)` lists what
+    was replaced and why, `restore(model)` undoes it.
+
+    `dtype` is the number format of matrix products. Parameters, gradients and the optimizer's state are fp32 in each.
+
+    - "auto" (default): bf16 if the CPU has AMX, else int16 if it has AVX2, else fp32; a short measurement can veto it.
+    - "fp32" or torch.float32: stock's arithmetic. Only the order of sums differs.
+    - "int16" or torch.int16: products of block-scaled 16-bit integers, with a tenth of bf16's error.
+    - "bf16" or torch.bfloat16: products in bf16 where the CPU is fast at it; elsewhere products in fp32, and what is
+      kept for the backward in bf16, at half the memory.
+
+    `padding` is what happens to the positions that `attention_mask` hides.
+
+    - "drop" (default): they are not computed. Each real token's result is stock's for the real tokens alone; hidden
+      states and token logits at padded positions are 0, span logits -10,000, and the loss doesn't see padding.
+    - "keep": they are computed as stock does, and the numbers are stock's for the padded batch.
+
+    >>> model = cputrain.optimize(model, dtype="fp32", padding="keep")  # stock's numbers, up to rounding
+
     CPUTRAIN_DTYPE and CPUTRAIN_PADDING win over both arguments.
     """
     dtype, padding = settings.win_over(dtype, padding)  # type: ignore[assignment]
     _check(model, optimizer, padding)
+    if native.why_not() is not None:
+        logger.warning("the model trains as stock: %s", native.why_not())
+        return model if optimizer is None else (model, optimizer)
     native.kernels()  # a library that doesn't load is reported before anything is touched
     choice = precision.choose(dtype)
     precision.tell(choice)
@@ -91,12 +122,18 @@ def optimize(
 
 
 def explain(model: nn.Module) -> Explanation:
-    """What was replaced in `model`, what was not, and why; `print` it."""
+    """What was replaced in `model`, what was not, and why. Shows itself in a REPL and in a notebook; else `print` it.
+
+    >>> model = cputrain.optimize(model, dtype="fp32")
+    >>> print(cputrain.explain(model))  # doctest: +ELLIPSIS
+    precision ... fp32 ... asked for
+    ...
+    """
     _check_module(model)
     record: Record | None = model.__dict__.get(_RECORD)
     if record is None:
         as_part = "part of an optimised model: explain that one" if patch.has_patches(model) else None
-        found = as_part or "as stock: cputrain.optimize was not called on it"
+        found = as_part or f"as stock: {native.why_not() or 'cputrain.optimize was not called on it'}"
         return Explanation([("model", type(model).__name__, found)], [])
     optimizer = _optimizer_of(model)
     facts = [
@@ -121,6 +158,8 @@ def any_optimized() -> bool:
 
 def why_stock(model: nn.Module) -> str | None:
     """Why an optimised model computes as stock does all the same; None if something of it was replaced."""
+    if native.why_not() is not None:
+        return native.why_not()
     patches: Patches = model.__dict__[_RECORD].patches
     if any(entry.computes for entry in patches.replaced):
         return None
@@ -129,7 +168,10 @@ def why_stock(model: nn.Module) -> str | None:
 
 
 def restore(model: nn.Module) -> nn.Module:
-    """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now."""
+    """Undoes `optimize`: model and optimizer are stock's again, with the parameters and the state they have now.
+
+    >>> model = cputrain.restore(model)
+    """
     _check_module(model)
     _undo_model(model)
     for part in model.modules():  # one of them may have been optimised by itself before
@@ -187,6 +229,7 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
     except BaseException:
         _undo_model(model)
         raise
+    gc.collect()  # twins of parts hold as much as their largest parameter, and refer to themselves
     clipping.install()
     _clipping[model] = weakref.finalize(model, clipping.uninstall)
 

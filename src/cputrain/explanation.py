@@ -1,37 +1,74 @@
-"""What `explain` returns: a table that prints itself."""
+"""What `explain` returns: a table that prints itself, and shows itself in the REPL and in notebooks."""
 
 from __future__ import annotations
 
+import html
 import re
+import shutil
+import textwrap
 from collections import Counter
 from dataclasses import dataclass
 
 from torch import nn
 
+from cputrain import plain_text
 from cputrain.layers.encoder import DROPPED
 from cputrain.layers.patch import STEPPED_ASIDE, Patches, arithmetic_of
 
 Row = tuple[str, str, str]
 
 
-@dataclass(frozen=True)
+_HEAD = ("module", "class", "what runs")
+_LEAST_WIDTH = 30  # of the last column; on narrower terminals it stands below the others
+
+
+@dataclass(frozen=True, repr=False)
 class Explanation:
-    """Facts about the whole model, and one row per kind of module: where, what, how or why not."""
+    """Facts about the whole model, and one row per kind of module: where, what, how or why not.
+
+    `print` shows it with long lines, which can be searched; a REPL within the terminal's width; a notebook as HTML.
+    """
 
     facts: list[Row]
     modules: list[Row]
 
     def __str__(self) -> str:
-        return "\n".join(
-            [*_table(self.facts), "", *_table([("module", "class", "what runs"), *self.modules])]
-            if self.modules
-            else _table(self.facts)
-        )
+        return plain_text.printable("\n".join(self._lines(None)))
+
+    def __repr__(self) -> str:
+        return plain_text.printable("\n".join(self._lines(shutil.get_terminal_size().columns)))
+
+    def _repr_html_(self) -> str:
+        modules = _html([_HEAD], "th") + _html(self.modules, "td") if self.modules else ""
+        tables = [_html(self.facts, "td"), modules]
+        return "\n".join(f"<table>{rows}</table>" for rows in tables if rows)
+
+    def _lines(self, width: int | None) -> list[str]:
+        if not self.modules:
+            return _table(self.facts, width)
+        return [*_table(self.facts, width), "", *_table([_HEAD, *self.modules], width)]
 
 
-def _table(rows: list[Row]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(2)] if rows else [0, 0]
-    return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+def _table(rows: list[Row], width: int | None) -> list[str]:
+    """The first two columns as wide as their texts; the third is wrapped if there is a width to keep to."""
+    widths = [max(len(row[i]) for row in rows) for i in range(2)]
+    start = sum(widths) + 4
+    if width is None:
+        return [f"{a:<{widths[0]}}  {b:<{widths[1]}}  {c}" for a, b, c in rows]
+    if width - start >= _LEAST_WIDTH:
+        return [line for a, b, c in rows for line in _wrapped(f"{a:<{widths[0]}}  {b:<{widths[1]}}  ", c, start, width)]
+    return [line for a, b, c in rows for line in (f"{a:<{widths[0]}}  {b}", *_wrapped(" " * 4, c, 4, width))]
+
+
+def _wrapped(first: str, text: str, indent: int, width: int) -> list[str]:
+    lines = textwrap.wrap(text, width, initial_indent=first, subsequent_indent=" " * indent, break_on_hyphens=False)
+    return lines or [first.rstrip()]
+
+
+def _html(rows: list[Row], cell: str) -> str:
+    """Rows of a table. Names of modules and classes are the user's: whatever they hold is shown as text."""
+    made = ["".join(f'<{cell} style="text-align:left">{html.escape(text)}</{cell}>' for text in row) for row in rows]
+    return "".join(f"<tr>{row}</tr>" for row in made)
 
 
 def _pattern(name: str) -> str:

@@ -15,9 +15,18 @@ def read(path: Path) -> str:
         raise ValueError(f"{path}, line {line}: this is not UTF-8 text.") from None
 
 
-def write(path: Path, text: str) -> None:
+def quoted(sentence: str, most: int = 1000) -> str:
+    """A sentence that quotes a file: what isn't printable could move a terminal's cursor, and is shown as its code."""
+    text = "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in sentence)
+    return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"
+
+
+def write(path: Path, text: str, private: bool = False) -> None:
+    """`private`: a new file is readable for its owner only."""
     try:
-        path.write_text(text)
+        if private:
+            path.touch(mode=0o600)
+        path.write_text(text, encoding="utf-8")  # whatever the locale is, as `read` expects it
     except OSError as error:
         raise ValueError(f"{path} can't be written: {error.strerror}.") from None
 

@@ -22,7 +22,13 @@ from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
 RESOURCES = {
-    "v1": [("pods", "Pod"), ("configmaps", "ConfigMap"), ("persistentvolumeclaims", "PersistentVolumeClaim")],
+    "v1": [
+        ("pods", "Pod"),
+        ("configmaps", "ConfigMap"),
+        ("secrets", "Secret"),
+        ("persistentvolumeclaims", "PersistentVolumeClaim"),
+    ],
+    "networking.k8s.io/v1": [("networkpolicies", "NetworkPolicy")],
     "kubeflow.org/v1": [("pytorchjobs", "PyTorchJob")],
     "kubeflow.org/v2beta1": [("mpijobs", "MPIJob")],
     "trainer.kubeflow.org/v1alpha1": [("trainjobs", "TrainJob"), ("trainingruntimes", "TrainingRuntime")],

@@ -30,7 +30,8 @@ def test_the_guides_manifest_is_not_yaml() -> None:
 
 
 def test_the_guides_manifest_once_mended() -> None:
-    found = {finding.sentence.split()[0]: finding.line for finding in check.findings(MENDED)}
+    findings = check.findings(MENDED)
+    found = {finding.sentence.split()[0]: finding.line for finding in findings if finding.severity != "error"}
     lines = MENDED.splitlines()
     assert found == {
         "nprocPerNode": 6,
@@ -40,6 +41,14 @@ def test_the_guides_manifest_once_mended() -> None:
         "restartPolicy": lines.index("          restartPolicy: Never") + 1,
         "/dev/shm": lines.index("          - name: dshm") + 1,
     }
+    refused = {finding.line: finding.sentence for finding in findings if finding.severity == "error"}
+    wanted = {
+        lines.index(f"                - {flag}") + 1: flag for flag in ("--no_cuda", "--ddp_backend", "--use_ipex")
+    }
+    assert refused.keys() == wanted.keys()
+    assert all(f"transformers refuses {wanted[line]}" in sentence for line, sentence in refused.items())
+    started_by_us = MENDED.replace("- torchrun\n", "- cputrain\n                - launch\n")
+    assert [finding for finding in check.findings(started_by_us) if finding.severity == "error"] == []
 
 
 def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_path: Path) -> None:
@@ -58,7 +67,7 @@ def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_
     )  # fmt: skip
     assert answer.returncode == 0, answer.stderr
     assert check.findings(answer.stdout) == []
-    made = YAML(typ="safe").load(answer.stdout)
+    made = list(YAML(typ="safe").load_all(answer.stdout))[-1]  # after the Secret
     ours = made["spec"]["pytorchReplicaSpecs"]["Worker"]
     own = ours["template"]["spec"]["containers"][0]
     assert made["metadata"].items() >= wanted["metadata"].items()
@@ -69,7 +78,7 @@ def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_
     for side in ("limits", "requests"):
         assert {key: str(value) for key, value in container["resources"][side].items()} == own["resources"][side]
     theirs = {row["name"]: row["value"] for row in container["env"]}
-    variables = {row["name"]: row["value"] for row in own["env"]}
+    variables = {row["name"]: row["value"] for row in own["env"] if "value" in row}
     for name in ("HF_DATASETS_CACHE", "LOGLEVEL", "CCL_WORKER_COUNT", "OMP_NUM_THREADS"):
         assert variables[name] == theirs[name]
     mounts = {mount["mountPath"] for mount in own["volumeMounts"]}
@@ -122,9 +131,17 @@ def with_amounts(limit: Any, request: Any, name: str = "cpu") -> Change:
     return change
 
 
+def with_processes(count: str | None, *words: str) -> Change:
+    def change(job: dict[str, Any]) -> None:
+        with_words(*words)(job)
+        job["spec"]["nprocPerNode"] = count
+
+    return change
+
+
 CASES: dict[str, tuple[Change, str]] = {
-    "no process count": (lambda job: job["spec"].pop("nprocPerNode"), "nprocPerNode is missing"),
-    "auto": (lambda job: job["spec"].update(nprocPerNode="auto"), "nprocPerNode is missing"),
+    "no process count": (with_processes(None, "torchrun", "run.py"), "nprocPerNode is missing"),
+    "auto": (with_processes("auto", "torchrun", "run.py"), "nprocPerNode is missing"),
     "a number": (lambda job: job["spec"].update(nprocPerNode=2), 'must be a string, found 2; write it in quotes: "2"'),
     "dead restart policy": (lambda job: pod(job).update(restartPolicy="Never"), "overwritten by that of the replica"),
     "no backoff": (lambda job: job["spec"]["runPolicy"].pop("backoffLimit"), "starts again for ever"),
@@ -140,14 +157,15 @@ CASES: dict[str, tuple[Change, str]] = {
     "fraction": (with_amounts("7500m", "7500m"), "only whole CPUs are pinned"),
     "unquoted fraction": (with_amounts(7.5, 7.5), 'write it in quotes: "7.5"'),
     "128GB": (with_amounts("128GB", "128GB", "memory"), "write 128Gi"),
-    "no limits": (lambda job: container(job).pop("resources"), "cpu has no limit"),
+    "no limits": (lambda job: container(job).pop("resources"), "cpu and memory have no limit"),
+    "no CPU limit": (lambda job: container(job)["resources"]["limits"].pop("cpu"), "cpu has no limit"),
     "no shm": (lambda job: container(job)["volumeMounts"].pop(1), "/dev/shm has 64 MiB"),
     "shm without size": (lambda job: pod(job)["volumes"][1]["emptyDir"].pop("sizeLimit"), "/dev/shm has no sizeLimit"),
     "preload": (with_env("LD_PRELOAD", "/usr/lib/libjemalloc.so.2.1.0"), "write libjemalloc.so.2"),
     "bf16": (with_words("torchrun", "run.py", "--bf16"), "13 times slower"),
     "alone": (with_words("python", "run.py"), "trains alone in every pod"),
     "standalone": (with_words("torchrun", "--standalone", "run.py"), "--standalone makes every pod train alone"),
-    "one node": (with_words("torchrun", "--nnodes", "1", "run.py"), "--nnodes makes every pod train alone"),
+    "one node": (with_words("torchrun", "--nnodes", "1", "run.py"), "--nnodes 1 makes every pod train alone"),
     "localhost": (with_env("MASTER_ADDR", "localhost"), "every pod meets only itself"),
     "no policy": (lambda job: job["spec"].pop("elasticPolicy"), "given no address to meet at"),
     "a backend": (lambda job: job["spec"]["elasticPolicy"].update(rdzvBackend="zk"), "knows no rendezvous backend"),
@@ -160,7 +178,7 @@ CASES: dict[str, tuple[Change, str]] = {
     "twice": (with_env("HOME", "/x"), "each may stand once"),
     "not a string": (with_env("X", 5), 'must be a string, found 5; write it in quotes: "5"'),
     "unknown field": (lambda job: job["spec"].update(nprocPernode="1"), "did you mean nprocPerNode?"),
-    "bad name": (lambda job: job["metadata"].update(name="Q_A"), "beginning with a letter"),
+    "bad name": (lambda job: job["metadata"].update(name="Q_A"), "found 'Q_A': write q-a"),
     "bad policy": (lambda job: worker(job).update(restartPolicy="Sometimes"), "restartPolicy must be one of"),
     "no replicas": (lambda job: worker(job).update(replicas=0), "replicas must be at least 1"),
     "image": (lambda job: container(job).update(image="<image>"), "is not an image's name"),
@@ -169,7 +187,11 @@ CASES: dict[str, tuple[Change, str]] = {
 OTHERS: dict[str, tuple[dict[str, Any], Change, str]] = {
     "trainer absent": (TRAIN, lambda job: job["spec"].pop("trainer"), "ranks can't find each other"),
     "train processes": (TRAIN, lambda job: job["spec"]["trainer"].pop("numProcPerNode"), "numProcPerNode is missing"),
-    "PET": (TRAIN, lambda job: job["spec"]["trainer"]["env"].append({"name": "PET_X", "value": "1"}), "the operator's"),
+    "PET": (
+        TRAIN,
+        lambda job: job["spec"]["trainer"]["env"].append({"name": "PET_NNODES", "value": "1"}),
+        "the operator's",
+    ),
     "label": (
         RUNTIME,
         lambda job: job["spec"]["template"]["spec"]["replicatedJobs"][0]["template"].pop("metadata"),
@@ -203,10 +225,13 @@ def _assert_found(good: dict[str, Any], change: Change, fragment: str) -> None:
 
 
 def test_a_volume_in_the_jobs_file_would_be_deleted_with_it() -> None:
-    claim = plain(manifests.of_volume(Job("qa", "x:1", "a.py", volume=Volume("data", size="1Gi"))))
-    found = [finding.sentence for finding in check.findings(to_text([GOOD, *claim]))]
+    job = Job("qa", "x:1", "a.py", volume=Volume("data", size="1Gi"), workers=2)
+    [claim] = plain(manifests.of_volume(job))
+    claim["spec"]["accessModes"] = ["ReadWriteOnce"]
+    found = [finding.sentence for finding in check.findings(to_text([*plain(manifests.of_job(job)), claim]))]
     assert "deletes the volume" in found[0]
     assert "ReadWriteMany" in found[1]
+    assert ["deletes" in finding.sentence for finding in check.findings(to_text([GOOD, claim]))] == [True]
 
 
 @pytest.mark.parametrize(
@@ -249,3 +274,13 @@ def test_exit_codes(tmp_path: Path) -> None:
     assert (missing.returncode, missing.stderr.count("\n")) == (2, 1)
     bad.write_bytes(b"\xff\xfe")
     assert cputrain("k8s", "check", str(bad)).returncode == 2
+
+
+def test_a_file_with_the_runs_token_is_its_owners_alone(tmp_path: Path) -> None:
+    for workers, mode in (("1", 0o666), ("2", 0o600)):
+        file = tmp_path / f"{workers}.yaml"
+        answer = cputrain("k8s", "render", "--image", "x:1", "--workers", workers, "--out", str(file), "--", "a.py")
+        assert answer.returncode == 0, answer.stderr
+        text, made = file.read_text(), file.stat().st_mode & 0o777
+        assert ("kind: Secret" in text) is (workers == "2") and made & ~mode == 0 and made & 0o600 == 0o600
+        assert check.findings(text) == [] and check.unknown_kinds(text) == []

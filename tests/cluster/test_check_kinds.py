@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cputrain.cluster import check, check_job, check_pod, manifests, webhooks
+from cputrain.cluster import check, check_beside, check_job, check_pod, check_references, manifests, webhooks
 from cputrain.cluster.job import KINDS, Job
 from cputrain.cluster.manifest_text import plain, to_text
 
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable[[Documents], Any], str, str]] = {
     "alone in a shell": (with_words("bash", "-c", "python3 run.py"), "", "alone"),
     "not Guaranteed": (with_amounts("4", "2"), "cpu:", "cpu has limit 4 and request 2"),
     "fraction": (with_amounts("3500m", "3500m"), 'cpu: "3500m"', "only whole CPUs are pinned"),
-    "no limit": (lambda documents: amounts(documents).pop("limits"), "", "memory has no limit"),
+    "no limit": (lambda documents: amounts(documents).pop("limits"), "", "cpu and memory have no limit"),
     "no /dev/shm": (without_shared_memory, "", "/dev/shm has 64 MiB"),
     "/dev/shm without size": (
         lambda documents: shared_memory(documents)["emptyDir"].pop("sizeLimit"), "shared-memory", "has no sizeLimit"
@@ -212,7 +212,7 @@ def test_a_command_that_the_runtime_has() -> None:
     node["command"], trainer["args"] = ["torchrun"], ["run.py", "--bf16"]
     assert [line for line, _ in found(documents)] == ["- --bf16"]
     node.pop("resources")
-    assert "cpu has no limit" in str(found(documents))
+    assert "cpu and memory have no limit" in str(found(documents))
 
 
 def test_a_runtimes_restarts_and_names() -> None:
@@ -299,6 +299,7 @@ def test_nothing_of_another_type_stops_it(kind: str) -> None:
             holder[key] = other
             values = [value for value in documents if isinstance(value, dict)]
             for value in (value for value in values if isinstance(value.get("kind"), str)):
-                for rules in (check_job.problems, check_pod.problems):
-                    assert all(problem.sentence for problem in rules(value, values))
-                assert all(problem.sentence for problem in webhooks.problems(value))
+                rules = (check_job.problems, check_pod.problems, webhooks.problems, check_references.problems)
+                for rule in rules:
+                    assert all(problem.sentence for problem in rule(value, values))
+                assert all(problem.sentence for problem in check_beside.problems(value))

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from cluster.kubectl_shell import QA, Here, add_job, kubectls, pod
 
-from cputrain.cluster import manifests
+from cputrain.cluster import manifests, protection
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest_text import plain
 
@@ -74,6 +75,14 @@ def test_a_manifest_with_findings_never_reaches_the_cluster(here: Here) -> None:
     assert here.cluster.requests == []
 
 
+def test_a_warning_is_shown_and_doesnt_stop(here: Here) -> None:
+    text = manifests.job_text(QA).replace("sizeLimit: 2Gi", "sizeLimit: 64Gi")
+    answer = here.cputrain("submit", "-", given=text)
+    assert answer.returncode == 0, answer.stderr
+    assert "warning: /dev/shm may grow to 64Gi" in answer.stderr
+    assert len(here.cluster.kinds("pytorchjobs")) == 1
+
+
 def test_submit_waits_for_the_end(here: Here) -> None:
     def fault(method: str, path: str) -> None:
         """Plays the operator: the job succeeds once it has been looked at."""
@@ -94,11 +103,13 @@ def test_submit_of_a_script(here: Here) -> None:
     words = ["submit", *options, "--", "run.py", "--wait", "$(HOME)", "it's"]
     answer = here.cputrain(*words)
     assert answer.returncode == 0, answer.stderr
-    shown = "To be created: PersistentVolumeClaim data, ConfigMap run-script, PyTorchJob run"
+    shown = "To be created: PersistentVolumeClaim data, ConfigMap run-script, Secret run-token, PyTorchJob run"
     assert answer.stdout.splitlines()[0] == shown
     [found] = here.cluster.kinds("pytorchjobs")
     [container] = found["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]["containers"]
     assert container["args"][-3:] == ["--wait", "$$(HOME)", "it's"]
+    [secret] = here.cluster.kinds("secrets")
+    assert len(secret["stringData"]["token"]) == 64 and secret["stringData"]["token"] not in answer.stdout
     before = dict(here.cluster.objects)
     assert "ConfigMap run-script exists already: delete it" in here.refused(*words)
     assert here.cluster.objects == before
@@ -260,11 +271,34 @@ def test_delete_keeps_the_volume_unless_told(here: Here, with_data: bool) -> Non
     add_job(here.cluster)
     here.cluster.put("configmaps", plain(manifests.of_job(QA)[0]))
     here.cluster.put("configmaps", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody-elses"}})
+    secret, policy = map(plain, protection.documents(replace(QA, workers=2, token="0f" * 32, network_policy=True)))
+    here.cluster.put("secrets", secret)
+    here.cluster.put("networkpolicies", policy)
     answer = here.cputrain("delete", "qa", *(["--with-data"] if with_data else []))
     assert answer.returncode == 0, answer.stderr
-    assert here.cluster.kinds("pytorchjobs") == []
+    assert here.cluster.kinds("pytorchjobs") == here.cluster.kinds("secrets") == []
+    assert here.cluster.kinds("networkpolicies") == []
     assert [value["metadata"]["name"] for value in here.cluster.kinds("configmaps")] == ["somebody-elses"]
     assert len(here.cluster.kinds("persistentvolumeclaims")) == (0 if with_data else 1)
+    said = "deleted the volume claim data with its data" if with_data else "the volume claim data stays with its data"
+    assert said in answer.stdout
+
+
+@pytest.mark.parametrize("words", [[], ["--with-data"]])
+def test_delete_says_nothing_of_a_claim_that_never_was(here: Here, words: list[str]) -> None:
+    """The job named one, and waited for it in vain."""
+    add_job(here.cluster)
+    del here.cluster.objects["persistentvolumeclaims", "default", "data"]
+    answer = here.cputrain("delete", "qa", *words)
+    assert (answer.returncode, answer.stdout) == (0, "deleted PyTorchJob qa\n"), answer.stderr
+
+
+def test_delete_by_one_who_may_not_see_secrets(here: Here) -> None:
+    add_job(here.cluster)
+    here.cluster.fault = lambda _, path: (403, "Forbidden", "not yours") if path.endswith("/secrets") else None
+    answer = here.cputrain("delete", "qa")
+    assert answer.returncode == 0 and "secrets were not looked for: the cluster refused: not yours" in answer.stderr
+    assert here.cluster.kinds("pytorchjobs") == []
 
 
 def test_delete_without_permission(here: Here) -> None:

@@ -46,6 +46,48 @@ def test_copy_brings_the_model_and_leaves_no_pod(here: Here) -> None:
     assert spec["imagePullSecrets"] == [{"name": "registry"}]
 
 
+COMPLAINS = """
+import subprocess, sys
+for _ in range(20_000):
+    print("tar: ./a/long/name/of/a/file: file changed as we read it", file=sys.stderr)
+packed = subprocess.run(["tar", "-C", sys.argv[1], "-cf", "-", "."], capture_output=True, check=True).stdout
+sys.stdout.buffer.write(packed)
+sys.stdout.flush()
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_many_warnings_of_tar_do_not_stop_the_copy(here: Here, code: int) -> None:
+    """A megabyte before the archive: a pipe holds 64 KB."""
+    add_job(here.cluster)
+    volume = volume_of(here)
+    here.cluster.replies["tar"] = [sys.executable, "-c", COMPLAINS, str(volume / "output"), str(code)]
+    if code:
+        said = here.refused("copy", "qa", "/data/output", "model")
+        assert "file changed as we read it" in said and len(said) < 2000
+        assert not (here.folder / "model").exists()
+    else:
+        answer = here.cputrain("copy", "qa", "/data/output", "model")
+        assert answer.returncode == 0, answer.stderr
+        assert (here.folder / "model" / "deep" / "config.json").read_text() == "{}"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a small disk needs root")
+def test_a_full_disk_here_is_a_sentence(here: Here) -> None:
+    add_job(here.cluster)
+    volume_of(here)
+    command = 'mkdir small && mount -t tmpfs -o size=64k tmpfs small && exec "$@"'
+    words = [sys.executable, "-m", "cputrain", "k8s", "copy", "qa", "/data/output", "small/model"]
+    answer = subprocess.run(
+        ["unshare", "--mount", "sh", "-c", command, "sh", *words],
+        env=here.environ, cwd=here.folder, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert (answer.returncode, answer.stderr.count("\n")) == (2, 1), answer.stderr
+    assert "can't be written here: No space left on device" in answer.stderr
+    assert here.cluster.kinds("pods") == []
+
+
 def test_copy_of_what_isnt_there(here: Here) -> None:
     add_job(here.cluster)
     volume_of(here)

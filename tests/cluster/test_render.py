@@ -38,6 +38,8 @@ EXTRAS: dict[str, Any] = {
     "priority_class": "high",
     "service_account": "trainer",
     "launch_options": ("--mixed_precision", "bf16"),
+    "token": "0f" * 32,
+    "network_policy": True,
 }
 VOLUMES = (None, Volume("data", "/tmp/pvc-mount", "100Gi", "nfs"))
 KINDS: dict[str, dict[str, Any]] = {
@@ -99,7 +101,7 @@ def test_everything_rendered_is_valid(kind: str) -> None:
     assert len(jobs) == len(GRID) / len(KINDS)
     for job in jobs:
         for document in map(plain, manifests.of_job(job)):
-            if document["apiVersion"] == "v1":
+            if document["apiVersion"] in ("v1", "networking.k8s.io/v1"):
                 kubernetes_validate.validate(document, "1.37", strict=True)
                 continue
             strict_schema(f"{document['apiVersion']}/{document['kind']}").validate(document)
@@ -173,6 +175,44 @@ def test_a_fixed_size_starts_with_all_workers() -> None:
     assert spec["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 3}
     assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
     assert spec["nprocPerNode"] == "1"
+
+
+def of_kind(job: Job, kind: str) -> list[dict[str, Any]]:
+    return [document for document in map(plain, manifests.of_job(job)) if document["kind"] == kind]
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "mpijob"])
+def test_several_pods_get_the_runs_token_from_a_secret(kind: str) -> None:
+    job = Job("qa", "x:1", "a.py", kind=kind, workers=2, token="0f" * 32)
+    (secret,) = of_kind(job, "Secret")
+    values = {f"{secret['metadata']['name']}/{key}": value for key, value in secret["stringData"].items()}
+    assert kubelet.environment(container_of(job), {}, values)["CPUTRAIN_TOKEN"] == "0f" * 32
+    assert manifests.job_text(job).count(job.token) == 1 and job.token not in repr(job)
+    if kind == "mpijob":  # sshd passes nothing on, so mpirun must be told the name
+        assert "CPUTRAIN_TOKEN" in container_of(job)["args"][1].removeprefix("--forward=").split(",")
+
+
+def test_a_token_is_made_only_where_it_is_needed() -> None:
+    own = (SecretVariable("CPUTRAIN_TOKEN", "mine", "key"),)
+    for more in ({"workers": 1}, {"workers": 2, "secrets": own}):
+        job = Job("qa", "x:1", "a.py", token="0f" * 32, **more)
+        assert not of_kind(job, "Secret")
+        rows = [row for row in container_of(job)["env"] if row["name"] == "CPUTRAIN_TOKEN"]
+        assert [row["valueFrom"]["secretKeyRef"]["name"] for row in rows] == (["mine"] if "secrets" in more else [])
+
+
+@pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "mpijob"])
+def test_a_network_policy_lets_the_jobs_own_pods_in_and_no_others(kind: str) -> None:
+    job = Job("qa", "x:1", "a.py", kind=kind, workers=2, namespace="team", network_policy=True)
+    (policy,) = of_kind(job, "NetworkPolicy")
+    own = policy["spec"]["podSelector"]["matchLabels"]
+    assert policy["metadata"]["namespace"] == "team" and policy["spec"]["policyTypes"] == ["Ingress"]
+    assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": own}}]}]
+    for template in kubelet.pods(list(map(plain, manifests.of_job(job)))).values():
+        assert template["metadata"]["labels"].items() >= own.items()
+    other = Job("qa2", "x:1", "a.py", kind=kind, workers=2, namespace="team")
+    for template in kubelet.pods(list(map(plain, manifests.of_job(other)))).values():
+        assert not template["metadata"]["labels"].items() >= own.items()
 
 
 @pytest.mark.parametrize(("workers", "mode"), [(1, "ReadWriteOnce"), (2, "ReadWriteMany")])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from pathlib import Path
 
@@ -18,7 +19,7 @@ STANDINS = {
     "scontrol": 'import sys; print("\\n".join(["node7", "node8"]) if sys.argv[1:3] == ["show", "hostnames"] else "")',
     "srun": (
         "import json, os, sys\n"
-        'keys = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CCL_WORKER_COUNT", "GREETING")\n'
+        'keys = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CCL_WORKER_COUNT", "GREETING", "CPUTRAIN_TOKEN")\n'
         'print(json.dumps([sys.argv[1:], {key: os.environ.get(key) for key in keys}]))'
     ),
 }  # fmt: skip
@@ -45,6 +46,7 @@ def run(job: SlurmJob, folder: Path, **environ: str) -> tuple[list[str], dict[st
 def test_ranks_get_words_and_variables_as_given(tmp_path: Path) -> None:
     job = SlurmJob("qa", "a $(b).py", TRICKS, nodes=2, cpus=16, tasks=2, environment=(("GREETING", "it's $(id)\n"),))
     words, variables = run(job, tmp_path)
+    assert re.fullmatch("[0-9a-f]{64}", variables.pop("CPUTRAIN_TOKEN"))
     assert words == ["--cpus-per-task=8", "--kill-on-bad-exit=1", "cputrain", "launch", "a $(b).py", *TRICKS]
     assert variables == {
         "MASTER_ADDR": "node7",
@@ -53,6 +55,13 @@ def test_ranks_get_words_and_variables_as_given(tmp_path: Path) -> None:
         "CCL_WORKER_COUNT": "1",
         "GREETING": "it's $(id)\n",
     }
+
+
+def test_every_run_draws_a_token_unless_the_user_has_one(tmp_path: Path) -> None:
+    job = SlurmJob("qa", "a.py")
+    drawn = {run(job, tmp_path)[1]["CPUTRAIN_TOKEN"] for _ in range(3)}
+    assert len(drawn) == 3 and not any(token in slurm.to_text(job) for token in drawn)
+    assert run(job, tmp_path, CPUTRAIN_TOKEN="the user's")[1]["CPUTRAIN_TOKEN"] == "the user's"
 
 
 @pytest.mark.parametrize(("restarts", "added"), [("0", []), ("2", ["--resume", "it's"])])

@@ -8,9 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import typer.main
 
-from cputrain.cli.commands import app
+from cputrain.cli.commands import SUMMARIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -32,7 +31,13 @@ def tree_paths(tree: str) -> Iterator[str]:
 
 
 TREE = list(tree_paths(re.search(r"^## Where things are\n+```\n(.*?)^```", README, re.DOTALL | re.MULTILINE)[1]))
-DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "csrc" / "README.md", *(ROOT / "docs").glob("*.md")]
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "SECURITY.md",
+    ROOT / "csrc" / "README.md",
+    *(ROOT / "docs").glob("*.md"),
+]
 
 
 def linked(document: Path) -> Iterator[str]:
@@ -78,7 +83,26 @@ def test_make_targets_exist(target: str) -> None:
 
 @pytest.mark.parametrize("name", SUB_COMMANDS)
 def test_sub_commands_exist(name: str) -> None:
-    assert name in typer.main.get_group(app).commands
+    assert name in SUMMARIES
+
+
+FAMILIES = re.search(r"^## Which models\n(.*?)^## ", README, re.DOTALL | re.MULTILINE)[1]
+TYPES = {
+    name.strip()
+    for row in (ROOT / "docs" / "models.md").read_text().splitlines()
+    for name in row.split("|")[1:2]
+    for name in re.split(r",| and ", name)
+}
+# As transformers spells the model type, where that isn't the name in small letters.
+SPELT = {"GPT-2": "gpt2", "GPT-NeoX": "gpt_neox", "OLMo": "olmo", "ConvNeXT": "convnext"}
+
+
+@pytest.mark.parametrize(
+    "family", [name for row in re.findall(r"^\| ([A-Z].*?) \|", FAMILIES, re.MULTILINE) for name in row.split(", ")]
+)
+def test_families_are_those_of_the_models_page(family: str) -> None:
+    name = family.partition(" (")[0]
+    assert SPELT.get(name, name.lower()) in TYPES
 
 
 def numbers(text: str) -> list[str]:

@@ -1,53 +1,86 @@
-"""The sub-commands, as typer sees them: one small module each.
-
-Modules here import nothing heavy at their top, so that `--help` answers at once and without torch.
-"""
+"""The sub-commands: one small module each, imported when it is asked for, so that `--help` answers at once."""
 
 from __future__ import annotations
 
-import typer
+import importlib
+import sys
+from typing import TYPE_CHECKING
 
 from cputrain import __version__
-from cputrain.cli import config, doctor, image, k8s_live, launch, run, slurm
 
-app = typer.Typer(
-    name="cputrain",
-    help="Train transformer models on CPUs several times faster.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,  # rich's table of options cuts long names short
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-app.command(short_help="What this CPU is, what runs on it, and why.")(doctor.doctor)
-app.command(short_help="Answer Accelerate's questions; writes what launch reads.")(config.config)
-# What stands after the script is the script's.
-app.command(
-    short_help="Start a script as one process or many, here or elsewhere.",
-    context_settings={"allow_interspersed_args": False},
-)(launch.launch)
-app.add_typer(k8s_live.app, name="k8s", short_help="Train on Kubernetes with Kubeflow's operators.")
-app.add_typer(slurm.app, name="slurm", short_help="Train on a Slurm cluster.")
-app.command(short_help="Write a Dockerfile for trainings, or build the image.")(image.image)
+if TYPE_CHECKING:
+    import typer
 
-
-@app.command(
-    "run", help=run.SUMMARY, short_help="Run a training script, optimised, as python would.", add_help_option=False
-)
-def _listed_run() -> None:
-    raise AssertionError("cli.main starts `run` by itself, before typer is imported: here it is only listed")
+SUMMARIES = {
+    "run": "Run a training script, optimised, as python would.",
+    "launch": "Start a script as one process or many, here or elsewhere.",
+    "config": "Answer Accelerate's questions; writes what launch reads.",
+    "doctor": "What this CPU is, what runs on it, and what to mend.",
+    "env": "What a bug report needs: versions, settings, machine.",
+    "k8s": "Train on Kubernetes with Kubeflow's operators.",
+    "slurm": "Train on a Slurm cluster.",
+    "image": "Write a Dockerfile for trainings, or build the image.",
+    "completion": "Print what lets bash, zsh or fish complete commands.",
+    "help": "Show this page, or that of a command.",
+}
+_MODULE_OF = {"k8s": "k8s_live"}  # the others are called like their commands
+_TEXT = "Train transformer models on CPUs several times faster."
+_EXAMPLES = """
+    cputrain doctor                        what this machine can do
+    cputrain run run_qa.py --do_train      instead of python run_qa.py --do_train
+    cputrain launch -n 2 nlp_example.py    two processes
+    cputrain help launch                   all options of launch
+"""
 
 
-def _print_version(asked: bool) -> None:
-    if asked:
+def run(arguments: list[str]) -> None:
+    """Runs any command but `run`, and ends the process."""
+    name, *rest = arguments or ["--help"]
+    if name in ("-h", "--help") or (name == "help" and (not rest or rest[0] in ("help", "-h", "--help"))):
+        print(_page())
+    elif name == "--version":
         print(f"cputrain {__version__}")
-        raise typer.Exit
+    elif name == "help":
+        _show_help(rest)
+    else:
+        _call(_known(name), rest)
+    sys.exit(0)
 
 
-@app.callback()
-def _options(
-    version: bool = typer.Option(
-        False, "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
-    ),
-) -> None:
-    """Train transformer models on CPUs several times faster."""
+def app_of(name: str) -> typer.Typer:
+    """The app of a command other than `run`, from its module."""
+    return importlib.import_module(f"cputrain.cli.{_MODULE_OF.get(name, name)}").app
+
+
+def _call(name: str, arguments: list[str]) -> None:
+    from cputrain.cli import app
+
+    app.run(app_of(name), name, arguments)
+
+
+def _show_help(words: list[str]) -> None:
+    if _known(words[0]) == "run":
+        from cputrain.cli import run_options
+
+        print(run_options.help_text())
+    else:
+        _call(words[0], [*words[1:], "--help"])
+
+
+def _known(name: str) -> str:
+    if name in SUMMARIES:
+        return name
+    from difflib import get_close_matches
+
+    what = "option" if name.startswith("-") else "command"
+    close = get_close_matches(name, [*SUMMARIES, "--version", "--help"], 1)
+    meant = f"did you mean {close[0]}?" if close else "`cputrain help` lists what there is."
+    raise ValueError(f"there is no {what} {name}; {meant}")
+
+
+def _page() -> str:
+    from cputrain.cli import help_page
+
+    options = [("--version", "Print the version."), ("-h, --help", "Show this page.")]
+    lists = [("Commands", list(SUMMARIES.items())), ("Options", options)]
+    return help_page.page(["cputrain COMMAND [ARGUMENTS]..."], _TEXT, lists, _EXAMPLES)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,34 +11,70 @@ from typing import Annotated, Any
 import typer
 
 from cputrain import hardware
+from cputrain.cli.app import command, new_app
 from cputrain.launch import config_file
 from cputrain.launch.config import PORT, Config
 
+app = new_app()
+EXAMPLES = """
+    cputrain config                                  asks, writes the default file
+    cputrain config --file two_machines.yaml         asks, writes this file
+    cputrain config --default --overwrite            asks nothing
+    cputrain config --for-accelerate accelerate.yaml
+"""
 _MACHINES = {"No distributed training": "NO", "multi-CPU": "MULTI_CPU"}
 _PRECISIONS = ("no", "bf16")
 
 
+@command(app, EXAMPLES)
 def config(
-    file: Annotated[Path | None, typer.Option("--file", "--config_file", help="Where; else the default place.")] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option("--file", "--config_file", metavar="FILE", help="The file to write; else the default one."),
+    ] = None,
     default: Annotated[bool, typer.Option("--default", help="Ask nothing: write the defaults.")] = False,
     update: Annotated[bool, typer.Option("--update", help="Ask nothing: read the file, write it anew.")] = False,
     for_accelerate: Annotated[
-        Path | None, typer.Option("--for-accelerate", help="Write the configuration there, as accelerate accepts it.")
+        Path | None,
+        typer.Option(
+            "--for-accelerate",
+            metavar="FILE",
+            help="Ask nothing: write the configuration there as accelerate reads it.",
+        ),
     ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Don't ask whether a file may be overwritten.")
+    ] = False,
 ) -> None:
     """Answer Accelerate's questions about this machine, and write the configuration that `launch` reads."""
     path = file or config_file.default_path()
+    target = for_accelerate or path
+    if not (default or update or for_accelerate or sys.stdin.isatty()):
+        raise ValueError("config asks questions, and standard input is no terminal: give --default, or --update.")
+    if not (overwrite or (update and target == path)):
+        _check_overwriting(target)
     if for_accelerate:
         chosen = config_file.read(path) if path.exists() else config_file.read_default()[0]
         config_file.write_for_accelerate(chosen, for_accelerate)
         print(f"accelerate's configuration is in {for_accelerate}")
         return
-    if not (default or update or sys.stdin.isatty()):
-        raise ValueError("config asks questions, and standard input is no terminal: give --default, or --update.")
     chosen = config_file.read(path) if update else Config() if default else ask()
     config_file.write(chosen, path)
     print(config_file.to_text(chosen.to_mapping()), end="")
-    print(f"The configuration is in {path}: `cputrain launch SCRIPT` reads it.")
+    option = "" if path == config_file.default_path() else f"--config_file {shlex.quote(str(path))} "
+    print(f"The configuration is in {path}: `cputrain launch {option}SCRIPT` reads it.")
+
+
+def _check_overwriting(path: Path) -> None:
+    """Asks first, where standard input is a terminal."""
+    if not path.exists():
+        return
+    if not sys.stdin.isatty():
+        raise ValueError(f"{path} exists: give --overwrite, or another file.")
+    print(f"{path} exists.")
+    if not _yes("Do you want to overwrite it?", False):
+        print("Nothing was written.")
+        raise typer.Exit(1)
 
 
 def ask() -> Config:

@@ -8,20 +8,27 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from importlib import metadata
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cputrain import __version__, hardware
+from cputrain.cli import installation
+from cputrain.cli.app import command, new_app
 from cputrain.hardware import Fact
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+app = new_app()
+EXAMPLES = """
+    cputrain doctor
+    cputrain doctor --strict && cputrain run run_qa.py --do_train
+    cputrain doctor --json > machine.json
+"""
 Row = tuple[str, str, str]
 
-_PACKAGES = ("torch", "transformers", "accelerate")
+_PACKAGES = ("torch", "numpy", "transformers", "accelerate")
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Report:
 
     cputrain: str
     packages: dict[str, str | None]
+    installation: installation.Installation
     hardware: hardware.Hardware
     kernels: Kernels
     auto: Fact[str] | None  # the precision that dtype="auto" means here; None if no kernel runs
@@ -55,17 +63,22 @@ class Report:
     advice: tuple[str, ...]
 
 
-def doctor(as_json: bool = typer.Option(False, "--json", help="Print all of it as JSON, with every source.")) -> None:
+@command(app, EXAMPLES)
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, with every source.")] = False,
+    strict: Annotated[bool, typer.Option("--strict", help="End with 1 if there is any warning.")] = False,
+) -> None:
     """Say what this CPU is, what of it may be used, which kernels run on it, and why.
 
-    Ends with 1 if the native library doesn't load.
+    Lines that begin with ! are warnings, each with what to do. The exit code is 1 if the native library doesn't load,
+    so that nothing would be optimised; with --strict also if there is a warning; else 0.
     """
     report = examine()
     if as_json:
         print(json.dumps(asdict(report), indent=2))
     else:
         _show(report)
-    if report.kernels.problem:
+    if report.kernels.problem or (strict and report.advice):
         raise typer.Exit(1)
 
 
@@ -74,22 +87,18 @@ def examine() -> Report:
     machine = hardware.this_machine()
     kernels = _kernels()
     threads = _threads()
+    installed = installation.examine()
+    packages = {name: installation.version(name) for name in _PACKAGES}
     return Report(
         cputrain=__version__,
-        packages={name: _version(name) for name in _PACKAGES},
+        packages=packages,
+        installation=installed,
         hardware=machine,
         kernels=kernels,
         auto=None if kernels.problem else _auto(),
         threads=threads,
-        advice=tuple(_advice(machine, kernels, threads)),
+        advice=(*_advice(machine, kernels, threads), *_advice_on(installed, packages)),
     )
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _kernels() -> Kernels:
@@ -97,6 +106,8 @@ def _kernels() -> Kernels:
     try:
         from cputrain import native
 
+        if native.why_not() is not None:
+            return Kernels(isa, reason, f"{native.why_not()}: models train as stock here.")
         native.kernels_of(isa)
     except ImportError as error:
         return Kernels(isa, reason, f"torch can't be imported ({error}): reinstall it with `pip install torch`.")
@@ -117,17 +128,7 @@ def _threads() -> Threads:
     """Asked after the kernels were loaded, so that every OpenMP runtime that a training would have is there."""
     torch = sys.modules.get("torch")  # the native library's module has imported it, if it can be imported
     threads = torch.get_num_threads() if torch else None
-    return Threads(threads, os.environ.get("OMP_NUM_THREADS"), _openmp_runtimes())
-
-
-def _openmp_runtimes() -> tuple[str, ...]:
-    """The OpenMP libraries in this process. scikit-learn and the like may bring one of their own beside torch's."""
-    try:
-        with open("/proc/self/maps") as file:
-            paths = set(re.findall(r"/\S*/lib(?:gomp|iomp5|omp)\b\S*", file.read()))
-    except OSError:
-        return ()
-    return tuple(sorted(paths))
+    return Threads(threads, os.environ.get("OMP_NUM_THREADS"), installation.openmp_runtimes())
 
 
 def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> Iterator[str]:
@@ -140,7 +141,21 @@ def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> I
             f"set OMP_NUM_THREADS={usable}."
         )
     if len(threads.runtimes) > 1:
-        yield f"{len(threads.runtimes)} OpenMP runtimes fight over the cores: {', '.join(threads.runtimes)}."
+        yield (
+            f"{len(threads.runtimes)} OpenMP runtimes fight over the cores: {', '.join(threads.runtimes)}. "
+            "Keep torch's: take the others out of LD_PRELOAD, or uninstall the packages that bring them."
+        )
+    if "CPUTRAIN_ISA" in kernels.reason:
+        yield f"{kernels.reason} chooses the kernels, which may be slower than this CPU's best: unset it."
+
+
+def _advice_on(installed: installation.Installation, packages: dict[str, str | None]) -> Iterator[str]:
+    for library in installed.bad_preloads:
+        yield f"LD_PRELOAD names {library}, which can't be loaded: correct its path, or unset LD_PRELOAD."
+    if packages["torch"] and not packages["numpy"]:
+        yield "numpy is not installed, and torch can't exchange data with it: pip install numpy."
+    if not packages["transformers"]:
+        yield 'transformers is not installed: for Hugging Face models, pip install "cputrain[hf]".'
 
 
 # --- The screen --------------------------------------------------------------------------------------------------
@@ -182,14 +197,14 @@ def _sections(report: Report) -> Iterator[list[Row]]:
         ("sockets", str(len(machine.sockets.value)), machine.sockets.source),
         ("NUMA", _nodes(machine.numa_nodes.value), machine.numa_nodes.source),
         ("caches", ", ".join(map(_cache, machine.caches.value)) or "unknown", machine.caches.source),
-        ("memory", _bytes(machine.memory_total.value), machine.memory_total.source),
+        ("memory", in_bytes(machine.memory_total.value), machine.memory_total.source),
     ]
     cpuset, quota, limit = machine.cpuset, machine.cpu_quota, machine.memory_limit
     yield [
         ("affinity", _ranges(machine.affinity.value), machine.affinity.source),
         ("cpuset", "none" if cpuset.value is None else _ranges(cpuset.value), cpuset.source),
         ("quota", "none" if quota.value is None else f"{quota.value:g} CPUs", quota.source),
-        ("limit", "none" if limit.value is None else _bytes(limit.value), limit.source),
+        ("limit", "none" if limit.value is None else in_bytes(limit.value), limit.source),
         # The files that decided stand in the lines above.
         ("usable", _counted(machine.usable_cores.value, "core"), re.sub(r" \(/.*?\)", "", machine.usable_cores.source)),
     ]
@@ -205,8 +220,13 @@ def _software(report: Report) -> Iterator[Row]:
     runtimes = " and ".join(path.rpartition("/")[2] for path in threads.runtimes) or "no OpenMP"
     asked = "is not set" if threads.omp_num_threads is None else f"is {threads.omp_num_threads}"
     yield "threads", f"{threads.torch or 'unknown'} ({runtimes})", f"torch; OMP_NUM_THREADS {asked}"
+    yield "malloc", report.installation.allocator.value, report.installation.allocator.source
+    yield "MPI", report.installation.mpi.value or "none", report.installation.mpi.source
     versions = [f"{name} {version or '(not installed)'}" for name, version in report.packages.items()]
     yield "packages", ", ".join(versions), ""
+    yield "Python", report.installation.python.value, report.installation.python.source
+    distribution, _, kernel = report.installation.system.value.partition(", ")
+    yield "system", distribution, kernel
 
 
 def _bf16(sets: tuple[str, ...]) -> tuple[str, str]:
@@ -233,15 +253,15 @@ def _cores(machine: hardware.Hardware) -> str:
 def _nodes(nodes: tuple[hardware.NumaNode, ...]) -> str:
     if len(nodes) > 4:
         return f"{len(nodes)} nodes, the first of CPUs {_ranges(nodes[0].cpus)}"
-    return "; ".join(f"node {node.number}: CPUs {_ranges(node.cpus)}, {_bytes(node.memory)}" for node in nodes)
+    return "; ".join(f"node {node.number}: CPUs {_ranges(node.cpus)}, {in_bytes(node.memory)}" for node in nodes)
 
 
 def _cache(cache: hardware.Cache) -> str:
     kind = {"data": "d", "instruction": "i"}.get(cache.kind, "")
-    return f"L{cache.level}{kind} {cache.instances} × {_bytes(cache.size)}"
+    return f"L{cache.level}{kind} {cache.instances} × {in_bytes(cache.size)}"
 
 
-def _bytes(number: int | None) -> str:
+def in_bytes(number: int | None) -> str:
     """In the largest unit that leaves a whole part: 25274793984 is 23.5 GiB."""
     if number is None:
         return "unknown"

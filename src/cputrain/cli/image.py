@@ -8,20 +8,42 @@ from typing import Annotated
 
 import typer
 
+from cputrain.cli.app import command, new_app
 
+app = new_app()
+EXAMPLES = """
+    cputrain image --script run_qa.py --requirements requirements.txt
+    cputrain image --tag registry.example.com/me/train:1 --mpi openmpi --build
+"""
+
+
+@command(app, EXAMPLES)
 def image(
     tag: Annotated[str, typer.Option("--tag", help="What the image is called, with its registry.")] = "cputrain:latest",
-    base: Annotated[str, typer.Option("--base", help="A Debian image with Python.")] = "python:3.12-slim",
-    script: Annotated[str | None, typer.Option("--script", help="A script to put into /workspace.")] = None,
-    requirements: Annotated[str | None, typer.Option("--requirements", help="What else pip shall install.")] = None,
-    mpi: Annotated[str | None, typer.Option("--mpi", help="openmpi, mpich or intel, with ssh: for an MPIJob.")] = None,
+    base: Annotated[
+        str, typer.Option("--base", metavar="IMAGE", help="A Debian image with Python.")
+    ] = "python:3.12-slim",
+    script: Annotated[
+        str | None, typer.Option("--script", metavar="FILE", help="A script to put into /workspace.")
+    ] = None,
+    requirements: Annotated[
+        str | None, typer.Option("--requirements", metavar="FILE", help="What else pip shall install, as pip reads it.")
+    ] = None,
+    mpi: Annotated[
+        str | None, typer.Option("--mpi", metavar="openmpi|mpich|intel", help="An MPI, and ssh: for an MPIJob.")
+    ] = None,
     torch_index: Annotated[
         str | None, typer.Option("--torch-index", metavar="URL", help="Where pip finds torch for CPUs.")
     ] = None,
     package: Annotated[
-        str | None, typer.Option("--cputrain", help="A wheel in the folder, or a requirement; else this version.")
+        str | None,
+        typer.Option(
+            "--cputrain", metavar="PACKAGE", help="A wheel in the folder, or a requirement; else this version."
+        ),
     ] = None,
-    user: Annotated[int, typer.Option("--user", help="The number of the user that pods run as, not 0.")] = 1000,
+    user: Annotated[
+        int, typer.Option("--user", metavar="NUMBER", help="The number of the user that pods run as, not 0.")
+    ] = 1000,
     folder: Annotated[Path, typer.Option("--folder", help="Where the files are written and the build runs.")] = Path(),
     build: Annotated[bool, typer.Option("--build", help="Build with docker, podman or buildah.")] = False,
 ) -> None:

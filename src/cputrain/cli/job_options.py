@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from cputrain import text_files
+from cputrain import authentication, text_files
 
 if TYPE_CHECKING:
     from cputrain.cluster.job import Job, Volume
@@ -23,49 +23,62 @@ def option(text: str, *names: str, metavar: str | None = None) -> Any:
 class JobOptions:
     """Options as they were given. Those that a Job has under the same name are passed on as they are."""
 
-    image: Annotated[str, option("The image; `cputrain image` makes one.", "--image")] = ""
+    image: Annotated[str, option("The image; `cputrain image` makes one. Needed.", "--image")] = ""
     name: Annotated[str | None, option("The job's name; else the script's.", "--name")] = None
-    kind: Annotated[str, option("pytorchjob, trainjob, mpijob, or auto: what the cluster has.", "--kind")] = (
-        "pytorchjob"
-    )
+    kind: Annotated[
+        str,
+        option(
+            "Kubeflow's kind of job; auto: what the cluster has.", "--kind", metavar="pytorchjob|trainjob|mpijob|auto"
+        ),
+    ] = "pytorchjob"
     embed: Annotated[
         bool,
         option("Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script"),
     ] = False
     config: Annotated[Path | None, option("A file of `cputrain config`; options win over it.", "--config-file")] = None
-    workers: Annotated[int | None, option("Pods.", "--workers")] = None
+    workers: Annotated[int | None, option("Pods.", "--workers", metavar="N")] = None
     elastic: Annotated[
         str | None, option("Fewest and most pods, of a pytorchjob.", "--elastic", metavar="LEAST:MOST")
     ] = None
-    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus")] = "4"
-    memory: Annotated[str, option("Memory of a pod.", "--memory")] = "16Gi"
+    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus", metavar="N")] = "4"
+    memory: Annotated[str, option("Memory of a pod.", "--memory", metavar="SIZE")] = "16Gi"
     shared_memory: Annotated[
-        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm")
+        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm", metavar="SIZE")
     ] = None
-    processes: Annotated[int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes")] = None
-    threads: Annotated[int | None, option("Threads of a process; else its share of the CPUs.", "--threads")] = None
+    processes: Annotated[
+        int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes", metavar="N")
+    ] = None
+    threads: Annotated[
+        int | None, option("Threads of a process; else its share of the CPUs.", "--threads", metavar="N")
+    ] = None
     communication: Annotated[
         int | None,
         option(
-            "Cores of a process for communication; else 1 of 8 or more, with several pods.", "--cores-for-communication"
+            "Cores of a process for communication; else 1 of 8 or more, with several pods.",
+            "--cores-for-communication",
+            metavar="N",
         ),
     ] = None
     max_restarts: Annotated[
-        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts")
+        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts", metavar="N")
     ] = None
-    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit")] = 3
-    mpi: Annotated[str, option("openmpi, intel or mpich, of an mpijob.", "--mpi")] = "openmpi"
-    pvc: Annotated[str | None, option("The volume claim for data, caches and the trained model.", "--pvc")] = None
-    mount: Annotated[str, option("Where pods see it.", "--mount")] = "/data"
+    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit", metavar="N")] = 3
+    mpi: Annotated[str, option("The MPI of an mpijob.", "--mpi", metavar="openmpi|intel|mpich")] = "openmpi"
+    pvc: Annotated[
+        str | None, option("The volume claim for data, caches and the trained model.", "--pvc", metavar="CLAIM")
+    ] = None
+    mount: Annotated[str, option("Where pods see the volume.", "--mount", metavar="FOLDER")] = "/data"
     create_pvc: Annotated[
         str | None,
         option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE"),
     ] = None
-    storage_class: Annotated[str | None, option("Its storage class.", "--storage-class")] = None
-    env: Annotated[list[str] | None, option("A variable.", "--env", metavar="NAME=VALUE")] = None
+    storage_class: Annotated[str | None, option("The storage class of a claim that is made.", "--storage-class")] = None
+    env: Annotated[
+        list[str] | None, option("A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE")
+    ] = None
     secret_env: Annotated[
         list[str] | None,
-        option("A variable out of a Secret.", "--secret-env", metavar="NAME=SECRET/KEY"),
+        option("A variable out of a Secret; may be repeated.", "--secret-env", metavar="NAME=SECRET/KEY"),
     ] = None
     preload: Annotated[
         list[str] | None, option("A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", metavar="LIBRARY")
@@ -83,8 +96,13 @@ class JobOptions:
     priority_class: Annotated[str | None, option("The priority class.", "--priority-class")] = None
     service_account: Annotated[str | None, option("The service account.", "--service-account")] = None
     pull_secrets: Annotated[list[str] | None, option("An image pull secret.", "--pull-secret", metavar="NAME")] = None
-    pull_policy: Annotated[str, option("Always, IfNotPresent or Never.", "--pull-policy")] = "IfNotPresent"
-    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user")] = 1000
+    pull_policy: Annotated[
+        str, option("When nodes pull the image.", "--pull-policy", metavar="Always|IfNotPresent|Never")
+    ] = "IfNotPresent"
+    network_policy: Annotated[
+        bool, option("A NetworkPolicy, too: only the job's own pods reach its ports.", "--network-policy")
+    ] = False
+    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user", metavar="NUMBER")] = 1000
 
     def job(self, script: str, arguments: list[str]) -> Job:
         """The checked job; with `--kind auto` the cluster is asked."""
@@ -117,6 +135,7 @@ class JobOptions:
             "tolerations": options.tolerations(self.toleration or ()),
             "script_text": text_files.read(Path(script)) if self.embed else None,
             "rendezvous": uuid4().hex[:8],
+            "token": authentication.new_token(),
         }
         return Job(script=script, arguments=tuple(arguments), **{**same, **made})
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
 
+from cputrain.cli.app import Command, command
 from cputrain.cli.job_options import JobOptions, option
 from cputrain.cli.k8s import app, text_of
 from cputrain.cli.option_fields import with_fields
@@ -19,11 +19,25 @@ from cputrain.launch.processes import sigterm_interrupts
 Name = Annotated[str, typer.Argument(help="The job's name.")]
 Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace; else kubectl's.")]
 Context = Annotated[str | None, typer.Option("--context", help="kubectl's context; else its current one.")]
+SUBMIT_EXAMPLES = """
+    cputrain k8s submit job.yaml
+    cputrain k8s submit --image me/train:1 --wait -- run_qa.py --do_train
+"""
+STATUS_EXAMPLES = """
+    cputrain k8s status run-qa
+    cputrain k8s status run-qa --watch
+"""
+LOGS_EXAMPLES = """
+    cputrain k8s logs run-qa --follow
+    cputrain k8s logs run-qa --rank 3
+"""
+DELETE_EXAMPLES = "cputrain k8s delete run-qa"
+COPY_EXAMPLES = "cputrain k8s copy run-qa /data/output ./trained"
 _PAUSE = 2.0  # seconds between two looks
 _PATIENCE = 30  # looks in a row that may fail: a minute of a connection that drops
 
 
-class _FilesOrScript(TyperCommand):
+class _FilesOrScript(Command):
     """Remembers whether `--` was given: then the words are a script and its arguments."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -31,12 +45,14 @@ class _FilesOrScript(TyperCommand):
         return super().parse_args(ctx, args)
 
 
-@app.command(cls=_FilesOrScript)
+@command(app, SUBMIT_EXAMPLES, _FilesOrScript)
 @with_fields
 def submit(
     ctx: typer.Context,
     options: JobOptions,
-    words: Annotated[list[str], typer.Argument(help="Manifests (- is standard input), or -- SCRIPT ARGUMENTS.")],
+    words: Annotated[
+        list[str], typer.Argument(metavar="FILES", help="Manifests (- is standard input), or -- SCRIPT ARGUMENTS.")
+    ],
     wait: Annotated[bool, option("Follow the job until it ends.", "--wait")] = False,
 ) -> None:
     """Check manifests, show what will be created, and create it: all of it or nothing.
@@ -47,7 +63,7 @@ def submit(
 
     kubectl = _kubectl(options.context, options.namespace)
     texts = _rendered(options, words) if ctx.meta["script"] else _read(ctx, words)
-    documents = submission.documents_of(texts)
+    documents = submission.documents_of(texts, lambda line: print(line, file=sys.stderr))
     print("To be created:", ", ".join(map(submission.called, documents)), flush=True)
     submission.submit(kubectl, documents, print)
     jobs = [document for document in documents if document["kind"] in ("PyTorchJob", "TrainJob", "MPIJob")]
@@ -73,7 +89,7 @@ def _read(ctx: typer.Context, words: list[str]) -> dict[str, str]:
     return {word: text_of(Path(word)) for word in words}
 
 
-@app.command()
+@command(app, STATUS_EXAMPLES)
 def status(
     name: Name,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it until the job ends.")] = False,
@@ -91,7 +107,7 @@ def status(
     Console().print(states.table(states.read(kubectl, name)))
 
 
-@app.command()
+@command(app, LOGS_EXAMPLES)
 def logs(
     name: Name,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
@@ -112,7 +128,7 @@ def logs(
     os.execv(command[0], command)
 
 
-@app.command()
+@command(app, DELETE_EXAMPLES)
 def delete(
     name: Name,
     with_data: Annotated[
@@ -125,13 +141,16 @@ def delete(
     from cputrain.cluster import cluster_job
 
     kubectl, job, templates = _with_templates(name, context, namespace)
-    claims = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
     group = str(job.value["apiVersion"]).partition("/")[0]
     kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
     resources = "configmaps" + (",trainingruntimes.trainer.kubeflow.org" if job.kind == "TrainJob" else "")
     kubectl.run("delete", resources, ours)
     print(f"deleted {job.kind} {name}")
+    for resource in ("secrets", "networkpolicies.networking.k8s.io"):
+        _delete_if_allowed(kubectl, resource, ours)
     for claim in claims:
         if with_data:
             kubectl.run("delete", "persistentvolumeclaims", claim)
@@ -140,12 +159,26 @@ def delete(
             print(f"the volume claim {claim} stays with its data")
 
 
-@app.command()
+def _delete_if_allowed(kubectl: Any, resource: str, ours: str) -> None:
+    """Who may not create these had none of them in the job."""
+    from cputrain.cluster.kubectl import Refused
+
+    try:
+        kubectl.run("delete", resource, ours)
+    except Refused as refusal:
+        if refusal.reason not in ("Forbidden", "NotFound"):
+            raise
+        print(f"{resource} were not looked for: {refusal}", file=sys.stderr)
+
+
+@command(app, COPY_EXAMPLES)
 def copy(
     name: Name,
     source: Annotated[str, typer.Argument(help="A folder on the volume, as the pods see it, e.g. /data/output.")],
     target: Annotated[Path, typer.Argument(help="Where to put it here; must not exist yet.")],
-    patience: Annotated[int, typer.Option("--timeout", help="Seconds to wait for the reader pod.")] = 300,
+    patience: Annotated[
+        int, typer.Option("--timeout", metavar="SECONDS", help="Seconds to wait for the reader pod.")
+    ] = 300,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:

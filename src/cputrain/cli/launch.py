@@ -12,16 +12,30 @@ from typing import Annotated, Any
 
 import typer
 
+from cputrain.cli.app import command, new_app
 from cputrain.integrations import notices, settings
-from cputrain.launch import config_file, dry_run, environment, join, plan, ranks
-from cputrain.launch.config import PORT, Config
+from cputrain.launch import allocator as allocators
+from cputrain.launch import config_file, dry_run, environment, import_path, join, plan, ranks, sinks
+from cputrain.launch.config import ENGINES, PORT, PRECISIONS, Config
 
 logger = logging.getLogger("cputrain")
 
 
-def _option(name: str, text: str, *others: str) -> Any:
-    """As accelerate spells its options, with underscores, and as everybody else does, with hyphens."""
-    return typer.Option(*_spellings(f"--{name}", *others), help=text)
+app = new_app()
+EXAMPLES = """
+    cputrain launch nlp_example.py --epochs 3
+    cputrain launch -n 2 nlp_example.py
+    cputrain launch -n 4 --ppn 2 --hostfile hosts run_qa.py --ddp_backend ccl
+    cputrain launch --config_file two_machines.yaml --dry-run nlp_example.py
+"""
+
+
+def _option(name: str, text: str, *others: str, value: str | None = None) -> Any:
+    """As accelerate spells its options, with underscores, and as everybody else does, with hyphens.
+
+    `value` stands for the option's value in the help; else the last word of the name does.
+    """
+    return typer.Option(*_spellings(f"--{name}", *others), help=text, metavar=value)
 
 
 def _spellings(*names: str) -> dict[str, None]:
@@ -30,50 +44,99 @@ def _spellings(*names: str) -> dict[str, None]:
     return dict.fromkeys(word for spelt in words for word in spelt)
 
 
+@command(app, EXAMPLES, allow_interspersed_args=False)  # what follows the script is the script's
 def launch(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
-    config: Annotated[Path | None, _option("config_file", "A configuration file; else the default one.")] = None,
-    num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n")] = None,
-    ppn: Annotated[int | None, _option("ppn", "Processes on each machine.")] = None,
-    hostfile: Annotated[
-        str | None, _option("hostfile", "Hosts, one a line: node1, node1:4, node1 slots=4.", "--mpirun_hostfile")
+    config: Annotated[
+        Path | None, _option("config_file", "A file that `cputrain config` wrote; else the default one.")
     ] = None,
-    num_machines: Annotated[int | None, _option("num_machines", "Machines, if launched on each by hand.")] = None,
+    num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n", value="N")] = None,
+    ppn: Annotated[int | None, _option("ppn", "Processes on each machine.", value="N")] = None,
+    hostfile: Annotated[
+        str | None,
+        _option(
+            "hostfile", "A file of hosts, one a line: node1, node1:4, node1 slots=4.", "--mpirun_hostfile", value="FILE"
+        ),
+    ] = None,
+    num_machines: Annotated[
+        int | None, _option("num_machines", "Machines, if launched on each by hand.", value="N")
+    ] = None,
     machine_rank: Annotated[int | None, _option("machine_rank", "Which of them this is.")] = None,
-    main_process_ip: Annotated[str | None, _option("main_process_ip", "The address of rank 0.")] = None,
+    main_process_ip: Annotated[
+        str | None, _option("main_process_ip", "The address of rank 0.", value="ADDRESS")
+    ] = None,
     main_process_port: Annotated[int | None, _option("main_process_port", "The port of rank 0.")] = None,
-    engine: Annotated[str | None, _option("engine", "auto, local, mpi or torchrun.")] = None,
+    engine: Annotated[str | None, _option("engine", "What starts the processes.", value="|".join(ENGINES))] = None,
     env: Annotated[
         list[str] | None,
         typer.Option("--env", metavar="NAME=VALUE", help="A variable for every rank; may be repeated."),
     ] = None,
     cores: Annotated[
-        int | None, _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl")
+        int | None,
+        _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl", value="N"),
     ] = None,
-    allocator: Annotated[str | None, _option("allocator", "default, tcmalloc or jemalloc.")] = None,
-    log_dir: Annotated[str | None, _option("log_dir", "A folder for a file per rank.")] = None,
-    max_restarts: Annotated[int | None, _option("max_restarts", "How often to start anew after a failure.")] = None,
-    mpirun: Annotated[str | None, _option("mpirun", "Which mpirun; else the first that is found.")] = None,
-    mixed_precision: Annotated[str | None, _option("mixed_precision", "no or bf16.")] = None,
+    allocator: Annotated[
+        str | None, _option("allocator", "The memory allocator; default: glibc's.", value="|".join(allocators.NAMES))
+    ] = None,
+    log_dir: Annotated[
+        str | None, _option("log_dir", "Write what each rank prints into a file there, too.", value="FOLDER")
+    ] = None,
+    max_restarts: Annotated[
+        int | None, _option("max_restarts", "How often to start anew after a failure.", value="N")
+    ] = None,
+    mpirun: Annotated[
+        str | None, _option("mpirun", "Which mpirun; else the first that is found.", value="PROGRAM")
+    ] = None,
+    mixed_precision: Annotated[
+        str | None, _option("mixed_precision", "bf16: as if the script asked for it.", value="|".join(PRECISIONS))
+    ] = None,
     use_cpu: Annotated[
         bool | None,
-        typer.Option("--cpu/--no-cpu", " /--no_cpu", *_spellings("--use_cpu"), help="Train on the CPU."),
+        typer.Option(
+            "--cpu/--no-cpu",
+            " /--no_cpu",
+            *_spellings("--use_cpu"),
+            help="--no-cpu: the script may choose a GPU, and cputrain stays out then.",
+        ),
     ] = None,
     ipex: Annotated[
-        bool | None, typer.Option("--ipex/--no-ipex", " /--no_ipex", help="No: stock, without cputrain.")
+        bool | None, typer.Option("--ipex/--no-ipex", " /--no_ipex", help="--no-ipex: stock, without cputrain.")
     ] = None,
-    threads: Annotated[int | None, _option("num_cpu_threads_per_process", "Threads; else a rank's cores.")] = None,
-    dtype: Annotated[str | None, _option("dtype", "auto, fp32, bf16 or int16; wins over the script.")] = None,
-    padding: Annotated[str | None, _option("padding", "drop, or keep for stock's padded numbers.")] = None,
-    compression: Annotated[str | None, _option("grad-compression", "bf16 halves what travels; else none.")] = None,
-    balance: Annotated[str | None, _option("balance", "length, or off: deal samples to ranks as stock does.")] = None,
+    threads: Annotated[
+        int | None, _option("num_cpu_threads_per_process", "Threads of each rank; else its cores.", value="N")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        _option(
+            "dtype", "The number format of matrix products; wins over the script.", value="|".join(settings.DTYPES)
+        ),
+    ] = None,
+    padding: Annotated[
+        str | None,
+        _option(
+            "padding", "keep: stock's padded numbers; else padding is not computed.", value="|".join(settings.PADDINGS)
+        ),
+    ] = None,
+    compression: Annotated[
+        str | None,
+        _option("grad-compression", "bf16: gradients travel at half the size.", value="|".join(settings.COMPRESSIONS)),
+    ] = None,
+    balance: Annotated[
+        str | None,
+        _option(
+            "balance", "off: deal samples to ranks in stock's order; else by length.", value="|".join(settings.BALANCES)
+        ),
+    ] = None,
     same_network: Annotated[bool | None, typer.Option(*_spellings("--same_network"), hidden=True)] = None,
     rdzv_backend: Annotated[str | None, typer.Option(*_spellings("--rdzv_backend"), hidden=True)] = None,
     dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
     module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
-    """Start a training as a configuration file says, as one process or many; options win over the file."""
+    """Start a training as a configuration file says, as one process or many, here or on other machines.
+
+    Options win over the file, and may be spelt with - or _ between their words. What follows the script belongs to it.
+    """
     given = {
         "num_processes": num_processes,
         "ppn": ppn,
@@ -104,7 +167,7 @@ def launch(
     for name, value, option in ((settings.DTYPE, dtype, "--dtype"), (settings.PADDING, padding, "--padding")):
         added |= {name: settings.checked(name, value, option)} if value is not None else {}
     program = (*(["-m"] if module else []), script, *(arguments or []))
-    task = plan.Task(program, os.getcwd(), added, os.environ, sys.stderr.isatty())
+    task = plan.Task(program, os.getcwd(), added, os.environ, os.isatty(2))
     sys.exit(_launched(chosen, task, mpirun, dry))
 
 
@@ -139,6 +202,8 @@ def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -
     if dry:
         print(dry_run.text(made, task), end="")
         return 0
+    sinks.take_over()
+    notices.show()  # on the streams that were taken over
     here = "rank" if made.size == 1 else "ranks"
     logger.info(f"{made.size} {here} by {made.engine}: {made.reason}")
     return made.start()
@@ -168,9 +233,12 @@ def _labels(config: Config, task: plan.Task) -> dict[str, str]:
 def _here(task: plan.Task, more: dict[str, str], place: ranks.Place | None, dry: bool) -> int:
     """A new process: the variables must be there before any library of this one looked at them."""
     added = {**task.added, **more}
-    command = [sys.executable, "-m", "cputrain", "run", *task.program]
+    command = [sys.executable, import_path.program("__main__.py"), "run", *task.program]
     if dry:
         print(dry_run.text_of_one(place, command, added, os.environ), end="")
         return 0
-    sys.stdout.flush()
+    if sys.stdout:
+        sys.stdout.flush()
+    if join.LABEL in more:  # what is printed is copied into a file, also if standard output is closed
+        sinks.reserve_descriptors()
     os.execve(command[0], command, {**os.environ, **added})

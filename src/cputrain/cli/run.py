@@ -15,57 +15,17 @@ import sys
 import types
 from collections.abc import Callable
 from importlib.machinery import BuiltinImporter, SourceFileLoader
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
-from cputrain.integrations import hook, notices, settings
-from cputrain.launch import join
+from cputrain.cli.run_options import Target
+from cputrain.integrations import hook, notices
+from cputrain.launch import import_path, join
 
 if TYPE_CHECKING:
     from cputrain.launch.rendezvous import Exchange
 
-SUMMARY = "Run a training script with cputrain active, as python would run it."
-HELP = f"""\
-Usage: cputrain run [OPTIONS] SCRIPT [ARGS]...
-       cputrain run [OPTIONS] -m MODULE [ARGS]...
-       cputrain run [OPTIONS] -c CODE [ARGS]...
 
-  {SUMMARY}
-
-  Scripts on transformers' Trainer and on Accelerate are optimised without an edit, and accept --use_ipex, --no_cuda,
-  --jit_mode_eval and --ddp_backend ccl again.
-
-Options:
-  --dtype {"|".join(settings.DTYPES)}  The precision; wins over the script's --bf16.
-  --padding {"|".join(settings.PADDINGS)}           keep: stock's padded numbers; drop (default): padding costs nothing.
-  --grad-compression {"|".join(settings.COMPRESSIONS)}  bf16: several ranks send their gradients as bf16.
-  --balance {"|".join(settings.BALANCES)}          off: several ranks get samples in stock's order; else by length.
-  -h, --help                    Show this message and exit."""
-
-_OPTIONS = {
-    "--dtype": settings.DTYPE,
-    "--padding": settings.PADDING,
-    "--grad-compression": settings.GRADIENTS,
-    "--grad_compression": settings.GRADIENTS,
-    "--balance": settings.BALANCE,
-}
-
-
-class Target(NamedTuple):
-    """What is to run: a file, a module (-m) or code (-c), and its arguments."""
-
-    flag: str  # "", "-m" or "-c"
-    what: str
-    arguments: list[str]
-
-
-def is_meant(arguments: list[str]) -> bool:
-    """Whether a command line is one of `run`, which may be left out: `python -m cputrain script.py`."""
-    first = arguments[0] if arguments else ""
-    return first in ("run", "-m", "-c") or first.partition("=")[0] in _OPTIONS or first.endswith(".py")
-
-
-def main(arguments: list[str]) -> NoReturn:
-    target = _read(arguments[1:] if arguments[0] == "run" else arguments)
+def main(target: Target) -> NoReturn:
     notices.show()
     # Before anything is imported that reads the number of threads, or who this is.
     exchange = join.join(os.environ)
@@ -75,29 +35,6 @@ def main(arguments: list[str]) -> NoReturn:
     _as_python_would(_prepared(target), exchange)
     _say_if_nothing_was_optimised()
     sys.exit(0)
-
-
-def _read(arguments: list[str]) -> Target:
-    """Options before the script are ours; they go into the environment, where child processes find them."""
-    rest = list(arguments)
-    while rest and rest[0].startswith("-"):
-        name, equals, value = rest.pop(0).partition("=")
-        if name in ("-h", "--help"):
-            print(HELP)
-            sys.exit(0)
-        if name not in ("-m", "-c", *_OPTIONS):
-            raise ValueError(f"run has no option {name}; options of the script stand after it.")
-        if name in _OPTIONS and equals:
-            rest.insert(0, value)
-        if not rest:
-            raise ValueError(f"{name} needs a value.")
-        if name not in _OPTIONS:
-            return Target(name, rest[0], rest[1:])
-        os.environ[_OPTIONS[name]] = settings.checked(_OPTIONS[name], rest.pop(0), name)
-    if not rest:
-        raise ValueError("run needs a script: cputrain run [OPTIONS] SCRIPT [ARGS]...")
-    settings.check()
-    return Target("", rest[0], rest[1:])
 
 
 # --- As python does it -------------------------------------------------------------------------------------------
@@ -118,7 +55,7 @@ def _prepared(target: Target) -> Callable[[], object]:
         path = os.path.abspath(target.what)
         code, folder = _compiled(target, _source(target, path), path), os.path.dirname(os.path.realpath(path))
         main_module.__dict__.update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
-    if not getattr(sys.flags, "safe_path", False):
+    if import_path.begins_with_a_folder():
         sys.path[0] = folder
     sys.modules["__main__"] = main_module
     if code is None:
@@ -158,19 +95,19 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
     try:
         run()
     except SystemExit as end:
-        _tell_peers(exchange, end.code if isinstance(end.code, int) else int(bool(end.code)))
+        _note_failure(exchange, end.code if isinstance(end.code, int) else int(bool(end.code)))
         if not end.code:
             _say_if_nothing_was_optimised()
         raise
     except notices.Refused as error:
-        _tell_peers(exchange, 2)
+        _note_failure(exchange, 2)
         print(f"cputrain: {error}", file=sys.stderr)
         sys.exit(2)
     except BaseException as error:  # noqa: BLE001 - printed and answered as the interpreter does
         error.__traceback__ = _without_ours(error.__traceback__)
         if _is_first() or not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks: one shows where it was
             sys.excepthook(type(error), error, error.__traceback__)
-        _tell_peers(exchange, 1)
+        _note_failure(exchange, 1)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGINT)
@@ -189,8 +126,10 @@ def _is_first() -> bool:
     return os.environ.get("RANK", "0") == "0"
 
 
-def _tell_peers(exchange: Exchange | None, code: int) -> None:
+def _note_failure(exchange: Exchange | None, code: int) -> None:
     """Under mpirun the ranks that wait for one that failed are ended, rather than left to wait."""
+    if code:
+        join.keep_exit_code()
     if exchange is not None and code:
         exchange.exit_code = code
 

@@ -9,13 +9,20 @@ from typing import Annotated
 import typer
 
 from cputrain import text_files
+from cputrain.cli.app import command, new_app
 from cputrain.cli.option_fields import with_fields
 
-app = typer.Typer(
+app = new_app(
     help="Train on a Slurm cluster: write the batch script, submit it.",
-    no_args_is_help=True,
-    context_settings={"help_option_names": ["-h", "--help"]},
+    epilog="""
+        cputrain slurm render --nodes 2 --cpus 32 -o job.sh -- run_qa.py --do_train
+        cputrain slurm submit job.sh
+    """,
 )
+RENDER_EXAMPLES = """
+    cputrain slurm render --nodes 2 --cpus 32 -o job.sh -- run_qa.py --do_train
+    cputrain slurm render -t 12:00:00 --activate ~/venv -- run_qa.py --do_train
+"""
 
 
 @dataclass(frozen=True)
@@ -23,20 +30,28 @@ class SlurmOptions:
     """Options as they were given, under the names that SlurmJob has for them."""
 
     name: Annotated[str | None, typer.Option("--name", help="The job's name; else the script's.")] = None
-    nodes: Annotated[int, typer.Option("--nodes", "-N", help="Nodes.")] = 1
-    cpus: Annotated[int, typer.Option("--cpus", help="CPUs of each node.")] = 4
+    nodes: Annotated[int, typer.Option("--nodes", "-N", metavar="N", help="Nodes.")] = 1
+    cpus: Annotated[int, typer.Option("--cpus", metavar="N", help="CPUs of each node.")] = 4
     tasks: Annotated[
-        int | None, typer.Option("--tasks-per-node", help="Processes of a node; else one for every 64 CPUs.")
+        int | None,
+        typer.Option("--tasks-per-node", metavar="N", help="Processes of a node; else one for every 64 CPUs."),
     ] = None
-    threads: Annotated[int | None, typer.Option("--threads", help="Threads of a process; else its share.")] = None
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", help="Threads of a process; else its share.")
+    ] = None
     communication: Annotated[
-        int | None, typer.Option("--cores-for-communication", help="Cores of a process for communication.")
+        int | None, typer.Option("--cores-for-communication", metavar="N", help="Cores of a process for communication.")
     ] = None
-    memory: Annotated[str | None, typer.Option("--memory", help="Memory of each node, e.g. 64G.")] = None
+    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory of each node, e.g. 64G.")] = (
+        None
+    )
     time: Annotated[str | None, typer.Option("--time", "-t", help="The limit, e.g. 12:00:00.")] = None
     partition: Annotated[str | None, typer.Option("--partition", "-p", help="The partition.")] = None
     account: Annotated[str | None, typer.Option("--account", "-A", help="The account.")] = None
-    environment: Annotated[list[str] | None, typer.Option("--env", metavar="NAME=VALUE", help="A variable.")] = None
+    environment: Annotated[
+        list[str] | None,
+        typer.Option("--env", metavar="NAME=VALUE", help="A variable for every process; may be repeated."),
+    ] = None
     activate: Annotated[
         str | None, typer.Option("--activate", metavar="FOLDER", help="A virtual environment to run in.")
     ] = None
@@ -49,13 +64,15 @@ class SlurmOptions:
     ] = None
 
 
-@app.command(context_settings={"allow_interspersed_args": False})
+@command(app, RENDER_EXAMPLES, allow_interspersed_args=False)
 @with_fields
 def render(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as the nodes see it.")],
     options: SlurmOptions,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
-    out: Annotated[Path | None, typer.Option("--out", "-o", help="Write there, not to standard output.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write there, not to standard output.")
+    ] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
     from cputrain.cluster import options as texts
@@ -75,7 +92,7 @@ def render(
     print(f"Written: {out}. Next: cputrain slurm submit {out}")
 
 
-@app.command()
+@command(app, "cputrain slurm submit job.sh")
 def submit(
     file: Annotated[Path, typer.Argument(help="The batch script.")],
 ) -> None:

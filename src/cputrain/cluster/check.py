@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 import json
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
-from cputrain.cluster import check_job, check_pod, job_containers, manifest_reader, schema, secrets_in_clear, webhooks
+from cputrain.cluster import (
+    check_beside,
+    check_job,
+    check_pod,
+    check_references,
+    job_containers,
+    manifest_reader,
+    schema,
+    webhooks,
+)
 from cputrain.cluster.loose_values import mapping, within
 from cputrain.cluster.manifest_reader import Document, YamlError
+from cputrain.cluster.problem import ERROR, WARNING
+from cputrain.text_files import quoted
 
 # What the operators' custom resource definitions are called.
 DEFINITIONS = (
@@ -20,81 +32,112 @@ DEFINITIONS = (
 )
 
 
+JOBS = ("PyTorchJob", "TrainJob", "MPIJob")
+
+
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing to mend: the line, the path within the document, and a sentence with its remedy."""
+    """One thing to mend: the line, the path within the document, a sentence with its remedy, and how grave it is."""
 
     line: int
     path: str
     sentence: str
+    severity: str = ERROR
+
+
+@dataclass(frozen=True)
+class Unknown:
+    """An object of a kind that no rule here knows: said, so that silence isn't taken for praise."""
+
+    line: int
+    kind: str
+
+    @property
+    def sentence(self) -> str:
+        near = difflib.get_close_matches(self.kind.lower(), [kind.lower() for kind in _kinds()], n=1, cutoff=0.8)
+        meant = [kind for kind in _kinds() if kind.lower() in near]
+        return f"{self.kind} is not a kind that cputrain checks{f'; did you mean {meant[0]}?' if meant else '.'}"
 
 
 def findings(text: str, schemas: schema.Schemas | None = None) -> list[Finding]:
     """All that is to be said about a file, in the order of its lines."""
+    return of_files({"": text}, schemas)[""]
+
+
+def of_files(texts: Mapping[str, str], schemas: schema.Schemas | None = None) -> dict[str, list[Finding]]:
+    """The findings of each file. Files are seen together: a job's claim or runtime may stand in another one."""
+    known = schemas or schema.of_operators()
+    found: dict[str, list[Finding]] = {name: [] for name in texts}
+    files: dict[str, list[Document]] = {}
+    for name, text in texts.items():
+        try:
+            files[name] = manifest_reader.parse(text)
+        except YamlError as error:
+            found[name].append(Finding(error.line, "", f"this is not YAML: {error}"))
+        else:
+            if not files[name]:
+                found[name].append(Finding(1, "", "the file holds no Kubernetes object: was the right one given?"))
+    values = [mapping(document.value) for documents in files.values() for document in documents]
+    for name, documents in files.items():
+        found[name] += [finding for document in documents for finding in _of_document(document, known, values)]
+        found[name] += _of_claims(documents, values)
+    return {name: sorted({_printable(row) for row in rows}) for name, rows in found.items()}
+
+
+def _printable(finding: Finding) -> Finding:
+    return replace(finding, path=quoted(finding.path), sentence=quoted(finding.sentence))
+
+
+def unknown_kinds(text: str) -> list[Unknown]:
     try:
         documents = manifest_reader.parse(text)
-    except YamlError as error:
-        return [Finding(error.line, "", f"this is not YAML: {error}")]
-    if not documents:
-        return [Finding(1, "", "the file holds no Kubernetes object")]
-    known = schemas or schema.of_operators()
-    values = [mapping(document.value) for document in documents]
-    found = [finding for document in documents for finding in _of_document(document, known, values)]
-    found += _of_file(documents, values)
-    return sorted(set(found))
-
-
-def unchecked_kinds(text: str) -> list[str]:
-    """Kinds in a file that no rule here knows: said, so that silence isn't taken for praise."""
-    try:
-        values = [document.value for document in manifest_reader.parse(text)]
     except YamlError:
         return []
-    known = {"ConfigMap", "PersistentVolumeClaim", "Secret", "Namespace"}
-    shipped = {name.rpartition("/")[2] for name in schema.of_operators().kinds}
-    kinds = [value.get("kind") for value in values if isinstance(value, dict)]
-    return sorted({kind for kind in kinds if isinstance(kind, str)} - known - shipped)
+    kinds = [(document.line(("kind",)), mapping(document.value).get("kind")) for document in documents]
+    return [Unknown(line, kind) for line, kind in kinds if isinstance(kind, str) and kind not in _kinds()]
+
+
+def _kinds() -> list[str]:
+    """All that is checked here."""
+    return [*check_beside.VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
 
 
 def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[str, Any]]) -> Iterator[Finding]:
     value = document.value
     if not isinstance(value, dict) or not all(isinstance(value.get(key), str) for key in ("apiVersion", "kind")):
-        yield Finding(document.line(()), "", "this is no Kubernetes object: apiVersion and kind are missing")
+        said = "this is no Kubernetes object: apiVersion and kind are missing; write both"
+        yield Finding(document.line(()), "", said)
         return
-    known = schemas.problems(value)
+    known = schemas.problems(value, document.spelt)
     if known is None and value["kind"] in {name.rpartition("/")[2] for name in schemas.kinds}:
         versions = [name for name in schemas.kinds if name.endswith(f"/{value['kind']}")]
         wanted = " or ".join(name.rpartition("/")[0] for name in versions)
-        yield Finding(document.line(("apiVersion",)), "apiVersion", f"{value['kind']} is served as {wanted}")
-    hurting = (check_job.problems(value, others), check_pod.problems(value, others), _in_config_map(value))
-    for problems in (known or (), webhooks.problems(value), *hurting):
+        said = f"{value['kind']} is served as {wanted}, found {value['apiVersion']}: write that"
+        yield Finding(document.line(("apiVersion",)), "apiVersion", said)
+    rules = (webhooks.problems, check_job.problems, check_pod.problems, check_references.problems)
+    for problems in (known or (), check_beside.problems(value), *(rule(value, others) for rule in rules)):
         for problem in problems:
             path = ".".join(map(str, problem.where))
-            yield Finding(document.line(problem.where), path, problem.sentence)
+            yield Finding(document.line(problem.where), path, problem.sentence, problem.severity)
 
 
-def _in_config_map(value: dict[str, Any]) -> Iterator[schema.Problem]:
-    """A script that is put into a ConfigMap takes its tokens with it."""
-    for key, text in mapping(value.get("data")).items() if value["kind"] == "ConfigMap" else ():
-        if isinstance(text, str) and secrets_in_clear.looks_secret(text):
-            sentence = "a token stands in it in clear, for everyone who can read ConfigMaps: read it from a variable"
-            yield schema.Problem(("data", key), f"{sentence}, and set that from a Secret by secretKeyRef")
-
-
-def _of_file(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
-    """What only shows when the documents of a file are seen together."""
-    jobs = [value for value in values if value.get("kind") in ("PyTorchJob", "TrainJob", "MPIJob")]
-    for document, value in zip(documents, values, strict=True):
-        if value.get("kind") == "PersistentVolumeClaim":
-            if jobs:
-                sentence = (
-                    "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
-                )
-                yield Finding(document.line(("kind",)), "kind", sentence)
-            several = any(job_containers.pods_of(job, values) > 1 for job in jobs)
-            if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
-                sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
-                yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence)
+def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
+    """What only shows when a claim and the jobs that mount it are seen together."""
+    jobs = [value for value in values if value.get("kind") in JOBS]
+    here = [mapping(document.value).get("kind") for document in documents]
+    for document in documents:
+        value = mapping(document.value)
+        if value.get("kind") != "PersistentVolumeClaim":
+            continue
+        if any(kind in JOBS for kind in here):
+            sentence = "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
+            yield Finding(document.line(("kind",)), "kind", sentence, WARNING)
+        name = within(value, "metadata", "name")
+        users = [job for job in jobs if str(name) in check_references.claims_of(job, values)]
+        several = any(job_containers.pods_of(job, values) > 1 for job in users)
+        if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
+            sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
+            yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence, WARNING)
 
 
 def of_cluster(kubectl: Any) -> schema.Schemas:

@@ -2,160 +2,107 @@
 
 from __future__ import annotations
 
-import re
-import shlex
 from collections.abc import Iterator
-from dataclasses import dataclass
 
-from cputrain.cluster import secrets_in_clear
+from cputrain import secrets_in_clear
+from cputrain.cluster.command_words import LAUNCHERS, MPIRUN, SHELLS, TORCHRUN, Word, is_ours, option, place, words
 from cputrain.cluster.job_containers import Container
 from cputrain.cluster.loose_values import items, mapping
-from cputrain.cluster.schema import Problem, Where
+from cputrain.cluster.problem import Problem, warning
 
 _FEATURE = "feature.node.kubernetes.io/cpu-cpuid.AMXBF16"
-_SHELLS = ("sh", "bash", "dash", "ash", "zsh")
-_TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
-_MPIRUN = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "mpirun.mpich", "orterun", "prterun", "horovodrun")
-_LAUNCHERS = (
-    *_TORCHRUN, *_MPIRUN, "cputrain", "accelerate", "accelerate.commands.launch", "deepspeed",
-    "deepspeed.launcher.runner",
-)  # fmt: skip
-# Among them those that start ranks in other pods by ssh, as a Launcher must.
-_REMOTE = (*_MPIRUN, "cputrain", "deepspeed", "deepspeed.launcher.runner")
-
-
-@dataclass(frozen=True)
-class Word:
-    """One word of a command as its process will see it, and the item of the manifest that holds it."""
-
-    text: str
-    key: str
-    row: int
-
-    @property
-    def name(self) -> str:
-        return self.text.rsplit("/", 1)[-1]
+_LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
+# Launchers that start ranks in other pods by ssh, as a Launcher must.
+_REMOTE = (*MPIRUN, "cputrain", "deepspeed", "deepspeed.launcher.runner")
 
 
 def problems(container: Container) -> Iterator[Problem]:
     yield from _tokens(container)
     if not container.trains:
         return
-    command = words(container)
-    if "Launcher" in container.where:
+    command, started_by = words(container), container.ranks.started_by
+    if "Launcher" in container.where or (started_by == "mpi" and container.where == ("spec", "trainer")):
         yield from _launcher(container, command)
-    elif container.ranks.pods > 1 and "mpiReplicaSpecs" not in container.where:
+    elif container.ranks.pods > 1 and started_by == "torch":
         yield from _alone(container, command)
     yield from _bf16(container, command)
 
 
-def words(container: Container) -> list[Word]:
-    """The words of command and args; the line that a shell is given with -c is taken apart."""
-    made: list[Word] = []
-    for key in ("command", "args"):
-        for row, text in enumerate(items(container.value.get(key))):
-            if isinstance(text, str):
-                parts = _parts(text) if _is_for_a_shell(made) else [text]
-                made += [Word(part, key, row) for part in parts]
-    return made
-
-
-def _is_for_a_shell(before: list[Word]) -> bool:
-    if not before or not re.fullmatch(r"-[a-z]*c", before[-1].text):
-        return False
-    return any(word.name in _SHELLS for word in before[:-1])
-
-
-def _parts(line: str) -> list[str]:
-    splitter = shlex.shlex(line, posix=True, punctuation_chars=True)
-    splitter.whitespace_split = True
-    try:
-        return list(splitter)
-    except ValueError:  # a quote that is never closed
-        return line.split()
-
-
-def option(command: list[Word], *names: str) -> tuple[str, Word] | None:
-    """The value of an option, after `=` or as the next word, and the word that it begins with."""
-    for number, word in enumerate(command):
-        name, equals, value = word.text.partition("=")
-        if name.replace("-", "_") in {known.replace("-", "_") for known in names}:
-            following = command[number + 1].text if number + 1 < len(command) else ""
-            return (value if equals else following), word
-    return None
-
-
-def processes_of_torchrun(container: Container) -> str | None:
-    """`--nproc_per_node`, which torchrun heeds before the operator's variable."""
-    command = words(container)
-    found = option(command, "--nproc_per_node") if any(word.name in _TORCHRUN for word in command) else None
-    return found[0] if found else None
-
-
-def _place(container: Container, word: Word) -> Where:
-    return (*container.where, word.key, word.row)
-
-
 def _alone(container: Container, command: list[Word]) -> Iterator[Problem]:
     """A command that makes a world of its own pod."""
-    started = [word for word in command if word.name in _LAUNCHERS]
-    lonely = next((word for word in command if word.name.startswith("python")), None)
-    if command and not started and command[0].name not in _SHELLS:
-        lonely = command[0] if container.value.get("command") else None
-    if lonely and not started and not container.ranks.rank_is_told:
-        yield Problem(
-            _place(container, lonely),
+    started = [word for word in command if word.name in LAUNCHERS]
+    in_runtime = any(text.rsplit("/", 1)[-1] in LAUNCHERS for text in container.ranks.command)
+    lonely = _python(command)
+    # Code within the manifest may read its number itself.
+    told = container.ranks.rank_is_told or any("PET_" in word.text for word in command)
+    if lonely and not started and not in_runtime and not told:
+        yield warning(
+            place(container, lonely),
             f"{lonely.name} starts one process that trains alone in every pod: start it with cputrain launch",
         )
-    for number, word in enumerate(command):
-        following = command[number + 1].text if number + 1 < len(command) else ""
-        if word.text in ("--standalone", "--nnodes=1") or (word.text == "--nnodes" and following == "1"):
-            said = f"{word.text} makes every pod train alone, whatever the operator says: remove it"
-            yield Problem(_place(container, word), said)
+    if any(word.name in TORCHRUN for word in started):
+        yield from _torchrun_alone(container, command)
     if started and started[0].name.startswith("accelerate") and not option(command, "--num_machines", "--config_file"):
-        yield Problem(
-            _place(container, started[0]),
+        yield warning(
+            place(container, started[0]),
             "accelerate launch reads nothing of what the operator says, so every pod trains alone: start the script "
             "with cputrain launch",
         )
     yield from _own_address(container)
 
 
+def _python(command: list[Word]) -> Word | None:
+    """The word that starts Python: the interpreter, or a script that is the command itself."""
+    for number, word in enumerate(command):
+        if word.is_interpreter or (number == 0 and word.key == "command" and word.is_python):
+            return word
+    return None
+
+
+def _torchrun_alone(container: Container, command: list[Word]) -> Iterator[Problem]:
+    """torchrun's own options win over the operator's variables."""
+    for word in command:
+        if word.text == "--standalone":
+            said = f"{word.text} makes every pod train alone, whatever the operator says: remove it"
+            yield Problem(place(container, word), said)
+    for name in ("--rdzv_endpoint", "--master_addr"):
+        found = option(command, name)
+        if found and found[0].rsplit(":", 1)[0] in _LOCAL:
+            said = f"{found[1].text.partition('=')[0]} {found[0]} makes every pod meet only itself: remove it"
+            yield Problem(place(container, found[1]), said)
+
+
 def _own_address(container: Container) -> Iterator[Problem]:
     for row, variable in enumerate(items(container.value.get("env"))):
         name, value = mapping(variable).get("name"), mapping(variable).get("value")
-        if name == "MASTER_ADDR" and value in ("localhost", "127.0.0.1", "::1"):
+        if name == "MASTER_ADDR" and value in _LOCAL:
             said = f"MASTER_ADDR is {value}, so every pod meets only itself: remove it"
-            yield Problem((*container.where, "env", row), said)
+            yield warning((*container.where, "env", row), said)
 
 
 def _launcher(container: Container, command: list[Word]) -> Iterator[Problem]:
     """An MPIJob's Launcher trains nothing itself: it has to start ranks in the Workers."""
-    in_file = command and command[0].name in _SHELLS and len({(word.key, word.row) for word in command}) == len(command)
-    if command and not in_file and not any(word.name in _REMOTE or _is_ours(word) for word in command):
-        yield Problem(
-            _place(container, command[0]),
-            f"{command[0].name} runs in the Launcher alone, and no Worker trains: start it with mpirun, or write the "
+    in_file = command and command[0].name in SHELLS and len({(word.key, word.row) for word in command}) == len(command)
+    lonely = _python(command) or next((word for word in command if word.name in LAUNCHERS), None)
+    if lonely and not in_file and not any(word.name in _REMOTE or word.is_ours for word in command):
+        yield warning(
+            place(container, lonely),
+            f"{lonely.name} runs in the Launcher alone, and no Worker trains: start it with mpirun, or write the "
             "job with cputrain k8s render --kind mpijob",
         )
     yield from _own_address(container)
 
 
-def _is_ours(word: Word) -> bool:
-    return word.name == "cputrain" or word.text.startswith("cputrain.")
-
-
 def _bf16(container: Container, command: list[Word]) -> Iterator[Problem]:
     """Stock PyTorch emulates bf16 where the CPU has none; cputrain never does."""
-    ours = any(name.rsplit("/", 1)[-1] == "cputrain" for name in container.ranks.command)
-    if ours or container.ranks.nodes_are_chosen:
+    if is_ours(container) or container.ranks.nodes_are_chosen or container.ranks.has_gpus:
         return
-    asked = [(f"{word.text}", _place(container, word)) for word in _asking_for_bf16(command)]
+    asked = [(word.text, place(container, word)) for word in _asking_for_bf16(command)]
     for row, variable in enumerate(items(container.value.get("env"))):
         if mapping(variable).get("name") == "ACCELERATE_MIXED_PRECISION" and mapping(variable).get("value") == "bf16":
             asked.append(("ACCELERATE_MIXED_PRECISION=bf16", (*container.where, "env", row)))
     for text, where in asked:
-        yield Problem(
+        yield warning(
             where,
             f"{text} on a node without bf16 instructions is emulated, some 13 times slower: choose nodes with "
             f'nodeSelector {_FEATURE}: "true"{_selector_of(container)}, or start the script with cputrain launch',
@@ -181,14 +128,14 @@ def _selector_of(container: Container) -> str:
 
 def _tokens(container: Container) -> Iterator[Problem]:
     command = words(container)
+    sentence = "a token stands here in clear: put it into a Secret, and into env by secretKeyRef"
     for number, word in enumerate(command):
         name, equals, value = word.text.partition("=")
         named = word.text.startswith("--") and secrets_in_clear.is_secret_name(name.removeprefix("--"))
         following = command[number + 1].text if number + 1 < len(command) else "-"
         given = value if equals else following
         hidden = not given or given.startswith("$") or (not equals and given.startswith("-"))
-        if secrets_in_clear.looks_secret(word.text) or (named and not hidden):
-            yield Problem(
-                _place(container, word),
-                "a token stands here in clear: put it into a Secret, and into env by secretKeyRef",
-            )
+        if secrets_in_clear.looks_secret(word.text):
+            yield Problem(place(container, word), sentence)
+        elif named and not hidden:
+            yield warning(place(container, word), sentence)

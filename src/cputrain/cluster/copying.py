@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import tarfile
 import tempfile
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,28 +109,54 @@ class _Stream:
         return self._tail == bytes(1024)
 
 
+def _extract(stream: _Stream, folder: Path) -> None:
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
+            archive.extractall(folder, filter="data")
+        while stream.read(1 << 16):  # what stands behind the archive's end
+            pass
+    except OSError as error:
+        raise ValueError(f"what came from the volume can't be written here: {error.strerror}.") from None
+
+
+class _LastWords:
+    """Reads all that kubectl and `tar` complain of, and keeps the end: unread, they would wait for us."""
+
+    def __init__(self, source: IO[bytes]) -> None:
+        self._source = source
+        self._lines: deque[bytes] = deque(maxlen=10)
+        self._thread = threading.Thread(target=self._read, daemon=True)
+        self._thread.start()
+
+    def _read(self) -> None:
+        while line := self._source.readline(1000):
+            self._lines.append(line)
+
+    def text(self) -> str:
+        """When the process has ended."""
+        self._thread.join()
+        return b"".join(self._lines).decode(errors="replace").strip()
+
+
 def _unpack(kubectl: Kubectl, pod: str, path: str, folder: Path) -> None:
     source = posixpath.join(_MOUNT, path)
     command = kubectl.command("exec", pod, "--container=reader", "--", "tar", "-C", source, "-cf", "-", ".")
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout
         assert process.stderr
-        stream = _Stream(process.stdout)
+        stream, said = _Stream(process.stdout), _LastWords(process.stderr)
         try:
-            with tarfile.open(fileobj=stream, mode="r|") as archive:  # type: ignore[call-overload]
-                archive.extractall(folder, filter="data")
-            stream.read()
+            _extract(stream, folder)
         except tarfile.TarError as error:
             process.kill()
-            said = process.stderr.read().decode(errors="replace").strip()
-            if said:
-                raise refusal(said) from None
+            if said.text():
+                raise refusal(said.text()) from None
             raise ValueError(f"what came from the volume can't be unpacked safely: {error}.") from None
         except BaseException:
             process.kill()
             raise
-        said = process.stderr.read().decode(errors="replace")
+        complaint = said.text()
     if process.returncode:
-        raise refusal(said)
+        raise refusal(complaint)
     if not stream.is_whole:
         raise ValueError("the connection dropped before all had come: try again.")

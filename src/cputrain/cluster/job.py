@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from posixpath import basename, join
 
-from cputrain.cluster import names, quantity, secrets_in_clear, sizing
+from cputrain import secrets_in_clear
+from cputrain.authentication import TOKEN
+from cputrain.cluster import names, quantity, sizing
 
 KINDS = ("pytorchjob", "trainjob", "mpijob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
@@ -82,7 +84,9 @@ class Job:
     service_account: str | None = None
     user: int = 1000
     script_text: str | None = None
+    network_policy: bool = False
     rendezvous: str = field(default="0", compare=False)
+    token: str = field(default="", compare=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_kind(self)
@@ -97,6 +101,12 @@ class Job:
     def sizing(self) -> sizing.Sizing:
         machines = max(self.workers, self.elastic[1] if self.elastic else 1)
         return sizing.of_cpus(self.cpu_count, machines, self.processes, self.threads, self.communication)
+
+    @property
+    def makes_token(self) -> bool:
+        """Whether the job brings a Secret: ranks in several pods need one, unless the user has given another."""
+        several = max(self.workers, self.elastic[1] if self.elastic else 1) > 1
+        return bool(self.token) and several and all(secret.name != TOKEN for secret in self.secrets)
 
     @property
     def cpu_count(self) -> int:

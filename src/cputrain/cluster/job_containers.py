@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.schema import Where
+from cputrain.cluster.problem import Where
 
 Manifest = dict[str, Any]
 _RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")
+_POLICIES = ("torch", "mpi", "flux", "jax", "xgboost")
+# What Kubeflow calls its own runtimes, which a TrainJob names without their standing in any file here.
+_BY_NAME = {"mpi": "mpi", "deepspeed": "mpi", "mlx": "mpi", "flux": "flux", "jax": "jax", "xgboost": "xgboost"}
 # Where a replicated job keeps its pod, from the job's own entry on.
 _POD = ("template", "spec", "template")
 
@@ -27,6 +30,15 @@ class Ranks:
     command: Sequence[str] = ()
     # With a Master the operator tells each pod its RANK, and a script of one process needs nobody to start it.
     rank_is_told: bool = False
+    # torch, mpi, flux, jax, xgboost, or "" for a runtime that leaves the ranks alone.
+    started_by: str = "torch"
+    # Which volume is mounted where; None if that stands in a runtime that isn't here.
+    mounts: Mapping[str, dict[str, Any]] | None = None
+
+    @property
+    def has_gpus(self) -> bool:
+        amounts = [mapping(self.resources.get(side)) for side in ("limits", "requests")]
+        return any(re.search(r"gpu|tpu|gaudi|neuron", str(name)) for side in amounts for name in side)
 
 
 @dataclass(frozen=True)
@@ -54,6 +66,13 @@ class Pod:
     trains: bool = True
     is_part: bool = False
     mounted_elsewhere: frozenset[str] = frozenset()
+    # Names of volumes that other parts of the job bring; None if those can't be seen.
+    volumes_elsewhere: frozenset[str] | None = frozenset()
+    # The words that start the ranks, and who starts them.
+    command: Sequence[str] = ()
+    started_by: str = "torch"
+    # What a TrainJob gives its training in place of the runtime's.
+    resources: Mapping[str, Any] = field(default_factory=dict)
 
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
@@ -74,28 +93,86 @@ def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
     for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
         for name, replica in mapping(spec.get(replicas)).items():
             pod = mapping(within(replica, "template", "spec"))
-            yield Pod(("spec", replicas, name, "template", "spec"), pod, trains=name != "Launcher")
+            starter = within(spec, replicas, "Launcher", "template", "spec") if replicas == "mpiReplicaSpecs" else pod
+            yield Pod(
+                ("spec", replicas, name, "template", "spec"), pod, trains=name != "Launcher",
+                command=words(_main(mapping(starter))), started_by=started_by(manifest),
+            )  # fmt: skip
     if kind in _RUNTIMES:
-        job = _job_of(manifest, others)
-        patched = frozenset(path for part in patches(job) for path in _mounts(part.spec)) if job else frozenset()
-        for where, name, template in _replicated_jobs(spec):
-            pod = mapping(template.get("spec"))
-            yield Pod((*where, "spec"), pod, trains=name == "node", mounted_elsewhere=patched)
+        yield from _pods_of_runtime(manifest, _job_of(manifest, others))
     if kind == "TrainJob":
-        yield from patches(manifest)
+        yield from patches(manifest, runtime_of(manifest, others))
 
 
-def patches(manifest: Manifest) -> Iterator[Pod]:
+def _pods_of_runtime(runtime: Manifest, job: Manifest | None) -> Iterator[Pod]:
+    parts = [part.spec for part in patches(job)] if job else []
+    trainer = mapping(within(job, "spec", "trainer"))
+    for where, name, template in _replicated_jobs(mapping(runtime.get("spec"))):
+        pod = mapping(template.get("spec"))
+        yield Pod(
+            (*where, "spec"),
+            pod,
+            trains=name == "node",
+            mounted_elsewhere=frozenset(path for part in parts for path in _mounts(part)),
+            volumes_elsewhere=frozenset(_claim_templates(runtime)) | _volume_names(*parts),
+            command=words(trainer) or words(_main(pod)),
+            started_by=started_by(runtime),
+            resources=mapping(trainer.get("resourcesPerNode")),
+        )
+
+
+def patches(manifest: Manifest, runtime: Manifest | None = None) -> Iterator[Pod]:
     """Parts that a TrainJob lays over its runtime's pods: runtimePatches, which older releases call otherwise."""
     spec = mapping(manifest.get("spec"))
+    known = None
+    if runtime is not None:
+        whole = [mapping(template.get("spec")) for _, _, template in _replicated_jobs(mapping(runtime.get("spec")))]
+        known = frozenset(_claim_templates(runtime)) | _volume_names(*whole)
     for number, patch in enumerate(items(spec.get("runtimePatches"))):
         here = ("spec", "runtimePatches", number, "trainingRuntimeSpec")
         for where, name, template in _replicated_jobs(mapping(within(patch, "trainingRuntimeSpec")), here):
-            yield Pod((*where, "spec"), mapping(template.get("spec")), name == "node", is_part=True)
+            pod = mapping(template.get("spec"))
+            yield Pod((*where, "spec"), pod, name == "node", is_part=True, volumes_elsewhere=known)
     for number, patch in enumerate(items(spec.get("podTemplateOverrides"))):
         targets = [mapping(target).get("name") for target in items(mapping(patch).get("targetJobs"))]
-        pod = mapping(within(patch, "spec"))
-        yield Pod(("spec", "podTemplateOverrides", number, "spec"), pod, "node" in targets, is_part=True)
+        pod, where = mapping(within(patch, "spec")), ("spec", "podTemplateOverrides", number, "spec")
+        yield Pod(where, pod, "node" in targets, is_part=True, volumes_elsewhere=known)
+
+
+def started_by(manifest: Manifest, others: Sequence[Manifest] = ()) -> str:
+    """Who starts the ranks. A TrainJob's is its runtime's policy, or what the runtime's name tells."""
+    kind = manifest.get("kind")
+    if kind in ("PyTorchJob", "MPIJob"):
+        return "torch" if kind == "PyTorchJob" else "mpi"
+    runtime = runtime_of(manifest, others) if kind == "TrainJob" else manifest
+    if runtime is not None:
+        policy = mapping(within(runtime, "spec", "mlPolicy"))
+        return next((name for name in _POLICIES if name in policy), "")
+    parts = re.split(r"[^a-z0-9]+", str(within(manifest, "spec", "runtimeRef", "name")).lower())
+    return next((_BY_NAME[part] for part in parts if part in _BY_NAME), "torch")
+
+
+def _main(pod: dict[str, Any]) -> dict[str, Any]:
+    """The container in which ranks run or are started."""
+    return next((container for number, container in named(pod) if _is_main(pod, number)), {})
+
+
+def _volume_names(*specs: dict[str, Any]) -> frozenset[str]:
+    return frozenset(str(mapping(volume).get("name")) for spec in specs for volume in items(spec.get("volumes")))
+
+
+def _claim_templates(runtime: Manifest) -> Iterator[str]:
+    """Volumes for which a JobSet makes the claims itself; they have the templates' names."""
+    for policy in items(within(runtime, "spec", "template", "spec", "volumeClaimPolicies")):
+        for template in items(mapping(policy).get("templates")):
+            yield str(within(template, "metadata", "name"))
+
+
+def _mounted(container: dict[str, Any], *specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The volume at each path of a container; `specs` are the pods or parts of pods that may declare it."""
+    volumes = {str(mapping(row).get("name")): mapping(row) for spec in specs for row in items(spec.get("volumes"))}
+    mounts = map(mapping, items(container.get("volumeMounts")))
+    return {str(mount.get("mountPath")): volumes.get(str(mount.get("name")), {}) for mount in mounts}
 
 
 def pods_of(manifest: Manifest, others: Sequence[Manifest] = ()) -> int:
@@ -145,16 +222,23 @@ def _of_replicas(manifest: Manifest, key: str) -> Iterator[Container]:
     processes = _count(spec.get("nprocPerNode")) or _count(within(spec, "elasticPolicy", "nProcPerNode"))
     processes = processes or _count(spec.get("slotsPerWorker"))
     worker = mapping(within(spec, key, "Worker", "template", "spec"))
+    told = "Master" in mapping(spec.get(key))
     for name, replica in mapping(spec.get(key)).items():
         here, pod = ("spec", key, name, "template", "spec"), mapping(within(replica, "template", "spec"))
         # The Launcher's command and variables are for the ranks, which run in the Workers.
         ranks_pod = worker if name == "Launcher" else pod
         for number, container in named(pod):
-            limits = mapping(container.get("resources"))
-            if name == "Launcher":
-                limits = next((mapping(other.get("resources")) for _, other in named(worker)), {})
-            told = "Master" in mapping(spec.get(key))
-            ranks = Ranks(processes, pods_of(manifest), limits, chooses_nodes(ranks_pod), words(container), told)
+            holder = _main(worker) if name == "Launcher" else container
+            ranks = Ranks(
+                processes,
+                pods_of(manifest),
+                mapping(holder.get("resources")),
+                chooses_nodes(ranks_pod),
+                words(container),
+                told,
+                started_by(manifest),
+                _mounted(holder, ranks_pod),
+            )
             yield Container((*here, "containers", number), container, ranks, _is_main(pod, number))
         yield from _beside(pod, here)
 
@@ -170,6 +254,8 @@ def _of_train_job(manifest: Manifest, runtime: Manifest | None) -> Iterator[Cont
         given or mapping(node.get("resources")),
         _any_chooses(manifest, runtime),
         words(own),
+        started_by=started_by(manifest, [runtime] if runtime else []),
+        mounts=_mounts_of_node(manifest, runtime) if runtime else None,
     )
     yield Container(
         ("spec", "trainer"),
@@ -200,6 +286,8 @@ def _of_runtime(manifest: Manifest, job: Manifest | None) -> Iterator[Container]
                 mapping(trainer.get("resourcesPerNode")) or mapping(container.get("resources")),
                 _any_chooses(job, manifest),
                 words(container),
+                started_by=started_by(manifest),
+                mounts=_mounts_of_node(job or {}, manifest),
             )
             trains = name == "node" and container.get("name") == "node" and not started_there
             here = (*where, "spec", "containers", number)
@@ -230,6 +318,16 @@ def _node(runtime: Manifest | None) -> dict[str, Any]:
             if name == "node" and container.get("name") == "node":
                 return container
     return {}
+
+
+def _mounts_of_node(job: Manifest, runtime: Manifest) -> dict[str, dict[str, Any]]:
+    """What a runtime and a job's patches mount in the container of the training."""
+    parts = [part.spec for part in patches(job)]
+    whole = [mapping(template.get("spec")) for _, _, template in _replicated_jobs(mapping(runtime.get("spec")))]
+    made = {"volumes": [{"name": name, "persistentVolumeClaim": {}} for name in _claim_templates(runtime)]}
+    patched = [container for part in parts for _, container in named(part) if container.get("name") == "node"]
+    found = [_mounted(container, made, *whole, *parts) for container in [_node(runtime), *patched]]
+    return {path: volume for mounts in found for path, volume in mounts.items()}
 
 
 def _any_chooses(job: Manifest | None, runtime: Manifest | None) -> bool:

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
-Where = tuple["str | int", ...]
+from cputrain.cluster.problem import Where
+
 _MOST_VALUES = 200_000  # a few lines of aliases can mean billions
 
 # As kubectl's YAML library resolves plain scalars: YAML 1.1, without its base 60.
 _TRUE = {"y", "Y", "yes", "Yes", "YES", "on", "On", "ON", "true", "True", "TRUE"}
 _FALSE = {"n", "N", "no", "No", "NO", "off", "Off", "OFF", "false", "False", "FALSE"}
 _NULL = {"", "~", "null", "Null", "NULL"}
-_WHOLE = re.compile(r"[-+]?(?:0b[01_]+|0o?[0-7_]+|0x[0-9a-fA-F_]+|0|[1-9][0-9_]{0,300})")
+_WHOLE = re.compile(r"[-+]?(?:0b_*[01][01_]*|0o?_*[0-7][0-7_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0|[1-9][0-9_]{0,300})")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
 
 
@@ -29,10 +30,14 @@ class YamlError(ValueError):
 
 @dataclass(frozen=True)
 class Document:
-    """One document of a file: its data, and the line of each key and item by its path."""
+    """One document of a file: its data, and by their paths the line of each key and item.
+
+    `spelt` has the numbers and truth values as they are written, because `3e-5` and `yes` can't be told from the data.
+    """
 
     value: Any
     lines: dict[Where, int]
+    spelt: dict[Where, str] = field(default_factory=dict)
 
     def line(self, where: Where) -> int:
         """The line of a path, or of the nearest thing around it that exists."""
@@ -42,7 +47,7 @@ class Document:
 
 
 def parse(text: str) -> list[Document]:
-    """All documents; empty ones are skipped, as kubectl does."""
+    """All documents, with the items of a List for the List; empty ones are skipped, as kubectl does."""
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
@@ -52,7 +57,7 @@ def parse(text: str) -> list[Document]:
             reader = _Reader()
             value = reader.value(node, ())
             if value is not None:
-                documents.append(Document(value, reader.lines))
+                documents += _items_of_list(Document(value, reader.lines, reader.spelt))
     except MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = mark.line + 1 if mark else 1
@@ -63,6 +68,20 @@ def parse(text: str) -> list[Document]:
     except RecursionError:
         raise YamlError(1, "it is nested too deeply") from None
     return documents
+
+
+def _items_of_list(document: Document) -> list[Document]:
+    """What `kubectl get --output=yaml` writes for several objects."""
+    value = document.value
+    if not isinstance(value, dict) or value.get("kind") != "List" or not isinstance(value.get("items"), list):
+        return [document]
+    found = []
+    for number, item in enumerate(value["items"]):
+        here: Where = ("items", number)
+        lines = {where[2:]: line for where, line in document.lines.items() if where[:2] == here}
+        spelt = {where[2:]: text for where, text in document.spelt.items() if where[:2] == here}
+        found.append(Document(item, lines, spelt))
+    return found
 
 
 def _remedy(text: str, line: int) -> str:
@@ -82,6 +101,7 @@ class _Reader:
 
     def __init__(self) -> None:
         self.lines: dict[Where, int] = {}
+        self.spelt: dict[Where, str] = {}
         self._open: set[int] = set()
 
     def value(self, node: Any, where: Where) -> Any:
@@ -91,7 +111,10 @@ class _Reader:
         if len(self.lines) > _MOST_VALUES:
             raise YamlError(node.start_mark.line + 1, f"it means more than {_MOST_VALUES:,} values")
         if isinstance(node, ScalarNode):
-            return _scalar(node)
+            value = _scalar(node)
+            if not isinstance(value, str):
+                self.spelt[where] = str(node.value)
+            return value
         if id(node) in self._open:
             raise YamlError(node.start_mark.line + 1, "an alias refers to what it is part of")
         self._open.add(id(node))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from cputrain.cluster import manifest_text, mpijob, pod, pytorchjob, storage, trainjob
+from cputrain.cluster import manifest_text, mpijob, pod, protection, pytorchjob, storage, trainjob
 from cputrain.cluster.job import Job
 
 _KINDS = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "mpijob": mpijob.documents}
 
 
 def of_job(job: Job) -> list[dict[str, Any]]:
-    """What `kubectl delete -f` may delete: the job, its runtime, its script; never the volume."""
+    """What `kubectl delete -f` may delete: the job, its runtime, its script, its token; never the volume."""
     script = [pod.script_map(job)] if job.script_text is not None else []
-    return [*script, *_KINDS[job.kind](job)]
+    return [*script, *protection.documents(job), *_KINDS[job.kind](job)]
 
 
 def of_volume(job: Job) -> list[dict[str, Any]]:

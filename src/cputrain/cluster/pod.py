@@ -5,6 +5,7 @@ from __future__ import annotations
 from posixpath import basename, join
 from typing import Any
 
+from cputrain import authentication
 from cputrain.cluster.expansion import escape
 from cputrain.cluster.job import HOME, SCRIPTS, Job
 from cputrain.cluster.manifest_text import Noted
@@ -13,6 +14,8 @@ Mapping = dict[str, Any]
 
 # It reads what the operator sets, and starts the right number of processes.
 COMMAND = ("cputrain", "launch")
+# Of the Secret that `protection` makes.
+TOKEN_KEY = "token"
 
 
 def metadata(job: Job, name: str | None = None) -> Mapping:
@@ -69,11 +72,16 @@ def variables(job: Job) -> list[Any]:
             row = {"name": name, "value": escape(value)}
             rows.append(Noted(row, note) if note else row)
     rows += [{"name": name, "value": escape(value)} for name, value in job.environment]
-    return rows + [_secret(secret.name, secret.secret, secret.key) for secret in job.secrets]
+    rows += [_secret(secret.name, secret.secret, secret.key) for secret in job.secrets]
+    return rows + ([_secret(authentication.TOKEN, token_name(job), TOKEN_KEY)] if job.makes_token else [])
 
 
 def _secret(name: str, secret: str, key: str) -> Mapping:
     return {"name": name, "valueFrom": {"secretKeyRef": {"name": secret, "key": key}}}
+
+
+def token_name(job: Job) -> str:
+    return f"{job.name}-token"
 
 
 def resources(job: Job) -> Mapping:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from typing import Any
 
 _BINARY = {f"{letter}i": Fraction(1024**power) for power, letter in enumerate("KMGTPE", start=1)}
 _DECIMAL = {"": Fraction(1), "k": Fraction(10**3)} | {
@@ -23,6 +24,22 @@ def parse(text: str, what: str) -> Fraction:
     number, exponent, suffix = found.groups()
     factor = Fraction(10) ** int(exponent[1:]) if exponent else _SUFFIXES[suffix]
     return Fraction(number if number[-1] != "." else number[:-1]) * factor
+
+
+def found(value: Any) -> Fraction | None:
+    """The value of what stands in a manifest; None if it is no quantity, which is the schema's to say."""
+    try:
+        return parse(str(value), "") if isinstance(value, (str, int, float)) else None
+    except ValueError:
+        return None
+
+
+def in_words(size: Fraction) -> str:
+    """A size as one says it: `64 MB`, `64 bytes`."""
+    for power, unit in ((3, "GB"), (2, "MB"), (1, "kB")):
+        if size >= 1000**power:
+            return f"{float(size / 1000**power):.3g} {unit}"
+    return f"{float(size):.3g} bytes"
 
 
 def positive(text: str, what: str) -> Fraction:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-Where = tuple["str | int", ...]
+from cputrain.cluster.problem import Problem, Where
+
+Spellings = Mapping[Where, str]
 _TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
     "array": (list,),
@@ -22,15 +24,15 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 # What fields of one release are called in another.
 _RENAMED = {"podTemplateOverrides": "runtimePatches", "podSpecOverrides": "runtimePatches"}
+_WRITTEN = {
+    "object": "; write `name: value` in lines below it",
+    "array": "; begin each item with `- `",
+    "string": "; write one",
+    "boolean": "; write one of them",
+    "integer": "; write one",
+    "number": "; write one",
+}
 _CALLED = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong, and the path of where."""
-
-    where: Where
-    sentence: str
 
 
 @dataclass(frozen=True)
@@ -40,78 +42,90 @@ class Schemas:
     kinds: dict[str, int]
     schemas: list[dict[str, Any]]
 
-    def problems(self, manifest: dict[str, Any]) -> Iterator[Problem] | None:
-        """None if the kind isn't known here."""
+    def problems(self, manifest: dict[str, Any], spelt: Spellings | None = None) -> Iterator[Problem] | None:
+        """None if the kind isn't known here. `spelt`: numbers and truth values as the file has them (3e-5, yes)."""
         number = self.kinds.get(f"{manifest.get('apiVersion')}/{manifest.get('kind')}")
-        return None if number is None else self._problems(manifest, number, (), root=True)
+        return None if number is None else self._problems(manifest, number, (), spelt or {})
 
-    def _problems(self, value: Any, number: int, where: Where, root: bool = False) -> Iterator[Problem]:
+    def _problems(self, value: Any, number: int, where: Where, spelt: Spellings) -> Iterator[Problem]:
         schema = self.schemas[number]
         if value is None:  # the API server drops nulls, except in lists
             return
-        wrong = _wrong_type(value, schema)
+        wrong = _wrong_type(value, schema, spelt.get(where, _yaml(value)))
         if wrong:
             yield Problem(where, wrong)
             return
         yield from (Problem(where, sentence) for sentence in _wrong_value(value, schema))
         if isinstance(value, dict):
-            yield from self._in_mapping(value, schema, where, root)
+            yield from self._in_mapping(value, schema, where, spelt)
         elif isinstance(value, list):
-            yield from self._in_list(value, schema, where)
+            yield from self._in_list(value, schema, where, spelt)
 
-    def _in_mapping(self, value: dict[str, Any], schema: dict[str, Any], where: Where, root: bool) -> Iterator[Problem]:
+    def _in_mapping(
+        self, value: dict[str, Any], schema: dict[str, Any], where: Where, spelt: Spellings
+    ) -> Iterator[Problem]:
         properties = schema.get("properties")
         others = schema.get("additionalProperties")
         for key, item in value.items():
-            if root and key == "metadata":
+            if where == () and key == "metadata":
                 continue  # the API server's own, the same for every kind
             if properties and key in properties:
-                yield from self._problems(item, properties[key], (*where, key))
+                yield from self._problems(item, properties[key], (*where, key), spelt)
             elif others is not None:
-                yield from self._problems(item, others, (*where, key))
+                yield from self._problems(item, others, (*where, key), spelt)
             elif properties is not None and not schema.get("anyFields"):
                 yield Problem((*where, key), f"{key} is not a field that exists here{_likely(key, list(properties))}")
         missing = [key for key in schema.get("required", ()) if value.get(key) is None]
-        yield from (Problem(where, f"{key} is missing") for key in missing)
+        yield from (Problem(where, f"{key} is missing: write it") for key in missing)
 
-    def _in_list(self, value: list[Any], schema: dict[str, Any], where: Where) -> Iterator[Problem]:
+    def _in_list(self, value: list[Any], schema: dict[str, Any], where: Where, spelt: Spellings) -> Iterator[Problem]:
         seen: dict[str, int] = {}
         keys = schema.get("uniqueBy")
         for number, item in enumerate(value):
             if "items" in schema:
-                yield from self._problems(item, schema["items"], (*where, number))
+                yield from self._problems(item, schema["items"], (*where, number), spelt)
             if keys and isinstance(item, dict):
-                found = json.dumps([item.get(key) for key in keys], default=str)
+                named = {key: item[key] for key in keys if key in item}
             elif schema.get("set"):
-                found = json.dumps(item, default=str)
+                named = {"": item}
             else:
                 continue
+            found = json.dumps(named, default=str)
             if found in seen:
-                yield Problem((*where, number), f"it is the same as item {seen[found] + 1}, and each may stand once")
-            seen[found] = number
+                said = ", ".join(f"{key} {each}".strip() for key, each in named.items())
+                yield Problem(
+                    (*where, number),
+                    f"{said} stands in item {seen[found] + 1} already, and each may stand once: remove one",
+                )
+            seen.setdefault(found, number)
 
 
-def _wrong_type(value: Any, schema: dict[str, Any]) -> str | None:
+def _wrong_type(value: Any, schema: dict[str, Any], text: str) -> str | None:
+    """`text`: the value as the file has it."""
+    scalar = not isinstance(value, (dict, list))
+    quoted = f'; write it in quotes: "{text}"' if scalar else ""
+    found = text if scalar and not isinstance(value, str) else _shown(value)
     if schema.get("intOrString"):
         if isinstance(value, (int, str)) and not isinstance(value, bool):
             return None
-        return f'it must be a whole number or a string, found {_shown(value)}; write it in quotes: "{value}"'
+        return f"it must be a whole number or a string, found {found}{quoted}"
     wanted = schema.get("type")
     if wanted is None or (isinstance(value, _TYPES[wanted]) and (wanted == "boolean") == isinstance(value, bool)):
         return None
-    remedy = (
-        f'; write it in quotes: "{_yaml(value)}"' if wanted == "string" and not isinstance(value, (dict, list)) else ""
-    )
+    remedy = (quoted if wanted == "string" else "") or _WRITTEN[wanted]
     if wanted == "integer" and isinstance(value, str) and value.isdecimal():
         remedy = "; write it without quotes"
-    return f"it must be {_CALLED.get(_TYPES[wanted][0], wanted)}, found {_shown(value)}{remedy}"
+    return f"it must be {_CALLED.get(_TYPES[wanted][0], wanted)}, found {found}{remedy}"
 
 
 def _wrong_value(value: Any, schema: dict[str, Any]) -> Iterator[str]:
     if "enum" in schema and value not in schema["enum"]:
-        yield f"it must be one of {', '.join(map(str, schema['enum']))}, found {_shown(value)}"
+        near = difflib.get_close_matches(str(value), map(str, schema["enum"]), n=1)
+        remedy = f"; did you mean {near[0]}?" if near else ": write one of those"
+        yield f"it must be one of {', '.join(map(str, schema['enum']))}, found {_shown(value)}{remedy}"
     if "pattern" in schema and isinstance(value, str) and not re.search(schema["pattern"], value):
-        yield f"{_shown(value)} doesn't have the form that is asked for here{_quantity_remedy(value)}"
+        remedy = _quantity_remedy(value) or f"; it must match {schema['pattern']}"
+        yield f"{_shown(value)} doesn't have the form that is asked for here{remedy}"
     for low, high, size in (
         ("minimum", "maximum", value if isinstance(value, (int, float)) else None),
         ("minLength", "maxLength", len(value) if isinstance(value, str) else None),
@@ -119,9 +133,9 @@ def _wrong_value(value: Any, schema: dict[str, Any]) -> Iterator[str]:
         ("minProperties", "maxProperties", len(value) if isinstance(value, dict) else None),
     ):
         if size is not None and low in schema and size < schema[low]:
-            yield f"it must be at least {schema[low]}, found {size}"
+            yield f"it must be at least {schema[low]}, found {size}: raise it"
         if size is not None and high in schema and size > schema[high]:
-            yield f"it must be at most {schema[high]}, found {size}"
+            yield f"it must be at most {schema[high]}, found {size}: lower it"
 
 
 def _likely(key: str, known: list[str]) -> str:
@@ -129,7 +143,7 @@ def _likely(key: str, known: list[str]) -> str:
         return f": it is called {_RENAMED[key]} now, and looks like a runtime; write that"
     lower = {name.lower(): name for name in known}
     near = difflib.get_close_matches(key.lower(), lower, n=1, cutoff=0.75)
-    return f"; did you mean {lower[near[0]]}?" if near else ""
+    return f"; did you mean {lower[near[0]]}?" if near else ": remove it"
 
 
 def _quantity_remedy(value: str) -> str:

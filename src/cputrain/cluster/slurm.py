@@ -9,7 +9,8 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from cputrain.cluster import names, secrets_in_clear, sizing
+from cputrain import secrets_in_clear
+from cputrain.cluster import names, sizing
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:+-]*", re.ASCII)
 _TIME = re.compile(r"(?:\d{1,4}-)?\d{1,3}(?::\d{1,2}){0,2}", re.ASCII)
@@ -111,6 +112,8 @@ def _preparation(job: SlurmJob) -> list[str]:
         "# Rank 0 runs on the first of the job's nodes; localhost would make each node train alone.",
         'mapfile -t hosts < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
         'export MASTER_ADDR="${hosts[0]:?scontrol names no host of this job}"',
+        "# By this the ranks know each other; srun hands it on, and it stands in no file and in no command line.",
+        """export CPUTRAIN_TOKEN="${CPUTRAIN_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')}\"""",
         "# A port of this job's own: two jobs may share a node.",
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
     ]

@@ -8,21 +8,26 @@ from typing import Any
 
 from cputrain.cluster import check, manifest_reader
 from cputrain.cluster.kubectl import Kubectl, Refused
+from cputrain.cluster.loose_values import mapping
+from cputrain.cluster.problem import ERROR, WARNING
 
 Say = Callable[[str], None]
 
 
-def documents_of(texts: dict[str, str]) -> list[dict[str, Any]]:
-    """The objects of checked files; the first finding is the refusal."""
+def documents_of(texts: dict[str, str], warn: Say) -> list[dict[str, Any]]:
+    """The objects of checked files. The first error is the refusal; warnings are said, hints are left to `check`."""
     found: list[dict[str, Any]] = []
-    for name, text in texts.items():
-        findings = check.findings(text)
-        if findings:
-            more = f" (and {len(findings) - 1} more: cputrain k8s check {name})" if len(findings) > 1 else ""
-            raise ValueError(f"{name}, line {findings[0].line}: {findings[0].sentence}{more}.")
-        found += [document.value for document in manifest_reader.parse(text)]
-    # A volume and a script come before the pods that mount them.
-    order = {"PersistentVolumeClaim": 0, "ConfigMap": 1, "TrainingRuntime": 2}
+    for name, findings in check.of_files(texts).items():
+        errors = [finding for finding in findings if finding.severity == ERROR]
+        if errors:
+            more = f" (and {len(errors) - 1} more: cputrain k8s check {name})" if len(errors) > 1 else ""
+            raise ValueError(f"{name}, line {errors[0].line}: {errors[0].sentence}{more}.")
+        for finding in findings:
+            if finding.severity == WARNING:
+                warn(f"{name}, line {finding.line}: warning: {finding.sentence}.")
+        found += [document.value for document in manifest_reader.parse(texts[name])]
+    # A volume, a script and a token come before the pods that need them, and a policy before the ports that it guards.
+    order = {"PersistentVolumeClaim": 0, "ConfigMap": 1, "Secret": 1, "NetworkPolicy": 1, "TrainingRuntime": 2}
     return sorted(found, key=lambda document: order.get(document["kind"], 3))
 
 
@@ -44,7 +49,8 @@ def submit(kubectl: Kubectl, documents: list[dict[str, Any]], say: Say) -> list[
 
 
 def called(document: dict[str, Any]) -> str:
-    return f"{document['kind']} {document['metadata']['name']}"
+    metadata = mapping(document.get("metadata"))
+    return f"{document['kind']} {metadata.get('name') or metadata.get('generateName')}"
 
 
 def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:

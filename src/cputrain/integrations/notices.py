@@ -6,10 +6,10 @@ the script's logging sends them; a script that set up none sees warnings, in the
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import sys
+
+from cputrain.terminal_log import Terminal
 
 logger = logging.getLogger("cputrain")
 
@@ -45,43 +45,14 @@ def said_why_stock() -> bool:
 
 def show() -> None:
     """Shows lines on the terminal whatever the script does with logging; `cputrain run` asks for it."""
-    for handler in [handler for handler in logger.handlers if isinstance(handler, _Terminal)]:
+    for handler in [handler for handler in logger.handlers if isinstance(handler, Terminal)]:
         logger.removeHandler(handler)
     if not logger.handlers:
-        logger.addHandler(_Terminal())
+        logger.addHandler(Terminal())
         logger.propagate = False
     logger.setLevel(logging.INFO)
-
-
-def show_where_nobody_logs() -> None:
-    """Gives warnings their prefix in a script that set up no logging; Python would print the bare sentences."""
-    if not logger.handlers:
-        handler = _Terminal()
-        handler.setLevel(logging.WARNING)
-        handler.addFilter(lambda _: not logging.getLogger().handlers)
-        logger.addHandler(handler)
 
 
 def leave_to_rank_0() -> None:
     """All ranks go the same way: one says how. What may differ, and matters, every rank still says."""
     logger.setLevel(logging.WARNING)
-
-
-class _Terminal(logging.StreamHandler):
-    """Lines on stderr, with one prefix, above progress bars rather than in them."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line = super().format(record)
-        return line if line.startswith("cputrain ") else f"cputrain: {line}"
-
-    def emit(self, record: logging.LogRecord) -> None:
-        with _bars_cleared(self.stream):
-            super().emit(record)
-
-
-def _bars_cleared(stream: object) -> contextlib.AbstractContextManager:
-    """tqdm's bars that end on this terminal are drawn again below the line."""
-    tqdm = getattr(sys.modules.get("tqdm.std"), "tqdm", None)
-    if not getattr(tqdm, "_instances", None):
-        return contextlib.nullcontext()
-    return tqdm.external_write_mode(file=stream)  # type: ignore[union-attr]

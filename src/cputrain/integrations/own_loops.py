@@ -25,8 +25,9 @@ def advice() -> str | None:
 
 
 def _note_step(*_: Any) -> None:
-    api = sys.modules.get("cputrain.api")
-    _steps[api is not None and api.any_optimized()] += 1
+    api, native = sys.modules.get("cputrain.api"), sys.modules.get("cputrain.native")
+    if native is None or native.why_not() is None:  # elsewhere nothing can be optimised, and that was said
+        _steps[api is not None and api.any_optimized()] += 1
 
 
 def _watch() -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from cputrain import hardware
-from cputrain.cli import doctor
+from cputrain.cli import doctor, installation
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -54,6 +54,26 @@ def test_json_has_threads_and_one_openmp_runtime(found) -> None:
     assert len(found["threads"]["runtimes"]) == 1, "ours must share torch's"
 
 
+def test_json_says_what_is_installed_around(found) -> None:
+    installed = found["installation"]
+    assert installed["python"]["value"].startswith("{}.{}.".format(*sys.version_info))
+    assert "Linux" in installed["system"]["value"]
+    assert installed["allocator"]["value"].startswith("glibc's")
+    assert installed["bad_preloads"] == []
+
+
+def test_warnings_count_only_under_strict() -> None:
+    environment = {"CPUTRAIN_ISA": "portable", "COLUMNS": "400"}
+    lenient, strict = run("doctor", **environment), run("doctor", "--strict", **environment)
+    assert (lenient.returncode, strict.returncode) == (0, 1)
+    assert "! CPUTRAIN_ISA=portable chooses the kernels" in strict.stdout and "unset it." in strict.stdout
+
+
+def test_a_library_that_cannot_be_preloaded_is_named_with_a_remedy() -> None:
+    answer = run("doctor", COLUMNS="400", LD_PRELOAD="/nowhere/libtcmalloc.so.4")
+    assert "! LD_PRELOAD names /nowhere/libtcmalloc.so.4, which can't be loaded: correct its path" in answer.stdout
+
+
 def test_one_screen_of_eighty_columns() -> None:
     answer = run("doctor", COLUMNS="80", CPUTRAIN_ISA="portable")
     lines = answer.stdout.splitlines()
@@ -63,6 +83,7 @@ def test_one_screen_of_eighty_columns() -> None:
     labels = {line.split()[0] for line in lines if line and not line.startswith(" ")}
     assert {"CPU", "sets", "cores", "sockets", "NUMA", "caches", "memory"} <= labels
     assert {"affinity", "cpuset", "quota", "limit", "usable", "kernels", "auto", "threads", "packages"} <= labels
+    assert {"Python", "system", "malloc", "MPI"} <= labels
     assert "CPUTRAIN_ISA=portable" in answer.stdout
 
 
@@ -129,9 +150,48 @@ def test_advice() -> None:
     ]
     two = advice_for(doctor.Threads(2, None, ("/a/libgomp.so.1", "/b/libiomp5.so")), usable=2)
     assert len(two) == 1
-    assert "libiomp5.so" in two[0]
+    assert "libiomp5.so" in two[0] and "Keep torch's" in two[0]
     broken = doctor.Kernels("avx2", "it has avx2", "the library is gone")
     assert advice_for(doctor.Threads(2, None, one_runtime), 2, broken) == ["the library is gone"]
+
+
+def test_advice_on_packages() -> None:
+    installed = installation.Installation(*[hardware.Fact("x", "a test")] * 4, bad_preloads=())
+    missing = list(doctor._advice_on(installed, {"torch": "2.8", "numpy": None, "transformers": None}))
+    assert len(missing) == 2 and "pip install numpy" in missing[0] and 'pip install "cputrain[hf]"' in missing[1]
+    assert list(doctor._advice_on(installed, {"torch": "2.8", "numpy": "2", "transformers": "5"})) == []
+
+
+def test_openmp_runtimes_are_found_in_folders_with_blanks() -> None:
+    mapped = ("/a b/torch/lib/libgomp-1.so.1.0.0", "/x/libiomp5.so", "/x/libgompy.so")
+    maps = "".join(f"7f r-xp 00 08 1  {path}\n" for path in mapped)
+    assert installation.openmp_runtimes(maps) == mapped[:2]
+
+
+def test_env_has_what_a_bug_report_needs_and_no_secret() -> None:
+    secrets = {"CPUTRAIN_TOKEN": "hush", "HF_TOKEN": "hush", "ACCELERATE_API_KEY": "hush"}
+    answer = run("env", OMP_NUM_THREADS="1", CPUTRAIN_ISA="portable", **secrets)
+    assert answer.returncode == 0, answer.stderr
+    lines = dict(line.split(maxsplit=1) for line in answer.stdout.splitlines())
+    assert (
+        lines["cputrain"].startswith("0.1.0, /") and lines["torch"][0].isdigit() and lines["OMP_NUM_THREADS"] == "'1'"
+    )
+    assert {
+        "Python",
+        "system",
+        "transformers",
+        "CPU",
+        "kernels",
+        "OpenMP",
+        "allocator",
+        "MPI",
+        "warning",
+    } <= lines.keys()
+    assert (
+        lines["CPUTRAIN_TOKEN"] == "(set, not shown)"
+        and "hush" not in answer.stdout
+        and "HF_TOKEN" not in answer.stdout
+    )
 
 
 @pytest.mark.parametrize(
@@ -139,7 +199,7 @@ def test_advice() -> None:
     [(None, "unknown"), (0, "0 B"), (49152, "48 KiB"), (272629760, "260 MiB"), (25274793984, "23.5 GiB")],
 )
 def test_bytes(number: int | None, text: str) -> None:
-    assert doctor._bytes(number) == text
+    assert doctor.in_bytes(number) == text
 
 
 def test_ranges_read_as_the_kernel_writes_them() -> None:

@@ -1,0 +1,120 @@
+"""Typer's commands with help pages of ours. Each module of a sub-command has one `app`, made by `new_app`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+from typer.core import TyperCommand, TyperGroup
+
+from cputrain.cli import help_page
+
+_HELP = {"help_option_names": ["-h", "--help"]}
+
+
+def new_app(**settings: Any) -> typer.Typer:
+    """An app whose errors are plain sentences. If it has several commands, `epilog` is its own examples."""
+    return typer.Typer(
+        cls=Group,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,  # rich's table of options cuts long names short
+        context_settings=_HELP,
+        **settings,
+    )
+
+
+def command(app: typer.Typer, examples: str, cls: type[Command] | None = None, **settings: Any) -> Any:
+    """Decorates a function that is a command. `settings` are click's, e.g. allow_interspersed_args=False."""
+    return app.command(cls=cls or Command, epilog=examples, context_settings={**_HELP, **settings})
+
+
+def run(app: typer.Typer, name: str, arguments: list[str]) -> None:
+    """Runs `cputrain NAME ARGUMENTS`, and ends the process."""
+    found: Any = typer.main.get_command(app)
+    below = getattr(found, "commands", {}).get(arguments[0]) if arguments else None
+    if below is None:
+        found.main(args=arguments, prog_name=f"cputrain {name}")
+    else:  # not through its group, for whose options typer would import pydantic
+        below.main(args=arguments[1:], prog_name=f"cputrain {name} {arguments[0]}")
+
+
+class Command(TyperCommand):
+    """One command."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
+        return ["[OPTIONS]", *map(_argument, arguments)]
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        formatter.write(_page(self, ctx, []))
+
+
+class Group(TyperGroup):
+    """Several commands under one name. Without any, its help is shown, which is no mistake."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return ["COMMAND [ARGUMENTS]..."]
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, args or ["--help"])
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        summaries = [(name, _first_sentence(command.help or "")) for name, command in self.commands.items()]
+        formatter.write(_page(self, ctx, summaries))
+
+
+def _first_sentence(text: str) -> str:
+    return f"{' '.join(text.split()).partition('. ')[0].rstrip('.')}."
+
+
+def _page(command: Any, ctx: Any, commands: help_page.Rows) -> str:
+    shown = [one for one in command.get_params(ctx) if not getattr(one, "hidden", False)]
+    arguments = [one for one in shown if one.param_type_name == "argument"]
+    options = [one for one in shown if one.param_type_name == "option"]
+    lists = [
+        ("Arguments", [(argument_name(one), one.help or "") for one in arguments]),
+        ("Commands", commands),
+        ("Options", [(_option(one), _meaning(one)) for one in options]),
+    ]
+    return help_page.page(
+        [" ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])], command.help, lists, command.epilog
+    )
+
+
+def argument_name(argument: Any) -> str:
+    return argument.metavar or argument.name.upper()
+
+
+def _argument(argument: Any) -> str:
+    name = argument_name(argument) if argument.required else f"[{argument_name(argument)}]"
+    return f"{name}..." if argument.nargs == -1 else name
+
+
+def spellings(names: list[str]) -> list[str]:
+    """Short ones first; of --num_machines and --num-machines, which both work, the one that was declared first."""
+    seen: dict[str, str] = {}
+    for name in names:
+        seen.setdefault(name.strip().replace("_", "-"), name.strip())
+    return sorted(seen.values(), key=lambda name: name.startswith("--"))
+
+
+def value_name(option: Any) -> str:
+    """What stands for an option's value: as declared, else the last word of its name. A flag has none."""
+    if option.is_flag or getattr(option, "count", False):
+        return ""
+    return option.metavar or spellings(option.opts)[-1].replace("_", "-").rpartition("-")[2].upper()
+
+
+def _option(option: Any) -> str:
+    names = ", ".join(spellings(option.opts))
+    if option.secondary_opts:
+        names += f" / {spellings(option.secondary_opts)[0]}"
+    return f"{names} {value_name(option)}".rstrip()
+
+
+def _meaning(option: Any) -> str:
+    default = option.default
+    if option.is_flag or default is None or callable(default) or default in ("", (), []):
+        return option.help or ""
+    return f"{option.help} (default: {default})"

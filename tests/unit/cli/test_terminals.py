@@ -1,0 +1,61 @@
+"""Terminals that know only ASCII, and an impatient Ctrl-C: neither sees a traceback."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cputrain import plain_text
+
+ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, {"LC_ALL": "C"}]
+
+
+@pytest.mark.parametrize("environment", ASCII, ids=["ascii", "C without coercion", "C"])
+@pytest.mark.parametrize("words", [["doctor"], ["env"], ["--help"], ["help", "launch"]], ids=" ".join)
+def test_nothing_ends_in_a_traceback(words: list[str], environment: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "cputrain", *words]
+    answer = subprocess.run(command, capture_output=True, env={**os.environ, **environment}, check=False)
+    assert answer.returncode == 0 and b"Traceback" not in answer.stderr, answer.stderr
+    if environment != {"LC_ALL": "C"}:  # there Python chooses UTF-8 by itself
+        assert answer.stdout.isascii()
+
+
+def test_a_file_is_written_as_utf8_whatever_the_locale(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path; from cputrain import text_files; text_files.write(Path('out'), 'Z\\xfcrich \\u2026')"
+    )
+    command = [sys.executable, "-c", code]
+    subprocess.run(command, env={**os.environ, **ASCII[1]}, cwd=tmp_path, check=True)
+    assert (tmp_path / "out").read_bytes() == "Zürich …".encode()
+
+
+def test_characters_have_look_alikes() -> None:
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors=plain_text._HANDLER)
+    stream.write("2 × 3 … 4 – 5, Zürich, 日")
+    stream.seek(0)
+    assert stream.read() == "2 x 3 ... 4 - 5, Z\\xfcrich, \\u65e5"
+    assert "2 × 3 … Zürich".encode("latin-1", plain_text._HANDLER).decode("latin-1") == "2 × 3 ... Zürich"
+
+
+@pytest.mark.parametrize("words", [["doctor"], ["run", "train.py"]], ids=["doctor", "run"])
+def test_an_interrupt_while_something_is_imported_has_no_traceback(words: list[str], tmp_path: Path) -> None:
+    """A module that is imported is made to wait; Ctrl-C comes then."""
+    for module in ("socket", "torch"):  # what `run` and `doctor` import
+        (tmp_path / f"{module}.py").write_text("import time\nopen('waits', 'w').close()\ntime.sleep(60)\n")
+    command = [sys.executable, "-m", "cputrain", *words]
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment, cwd=tmp_path)
+    while not (tmp_path / "waits").exists():
+        assert process.poll() is None, process.stderr and process.stderr.read()
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert (process.returncode, said) == (130, "")

@@ -1,0 +1,76 @@
+"""Without kernels, as the wheel for macOS, Windows and ARM is: models train as stock, commands that write files work.
+
+The processes here run on Linux; what other systems lack is taken from them before cputrain is imported.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ELSEWHERE = """
+import os, platform, sys
+import asyncio, subprocess, threading
+import torch
+for name in ("fcntl", "resource", "pwd", "grp", "termios"):
+    sys.modules[name] = None
+for name in ("sched_getaffinity", "sched_setaffinity", "fork", "getuid", "geteuid", "setsid", "pidfd_open"):
+    delattr(os, name) if hasattr(os, name) else None
+platform.machine = lambda: "aarch64"
+"""
+_COMMAND = (
+    _ELSEWHERE
+    + """
+from cputrain.cli import main
+sys.argv[0] = "cputrain"
+main()
+"""
+)
+_TRAINING = (
+    _ELSEWHERE
+    + """
+from torch import nn
+import cputrain
+model = nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4))
+optimizer = torch.optim.AdamW(model.parameters())
+forward = model[1].forward
+found = cputrain.optimize(model, optimizer)
+assert found[0] is model and found[1] is optimizer and model[1].forward == forward
+model(torch.rand(2, 4)).sum().backward()
+optimizer.step()
+print(cputrain.explain(model))
+cputrain.restore(model)
+"""
+)
+
+
+def run(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", script, *arguments], cwd=folder, capture_output=True, text=True)
+
+
+def test_a_model_trains_as_stock_and_that_is_said_once(tmp_path):
+    done = run(_TRAINING, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    sentence = "cputrain's kernels need Linux on x86-64, this is Linux on aarch64"
+    assert done.stderr.count(sentence) == 1 and "Traceback" not in done.stderr
+    assert f"as stock: {sentence}" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "expected"),
+    [
+        (["k8s", "render", "--image", "x:1", "--workers", "2", "--", "run_qa.py"], 0, "kind: PyTorchJob"),
+        (["slurm", "render", "--", "run_qa.py"], 0, "srun"),
+        (["env"], 0, "aarch64"),
+        (["doctor"], 1, "models train as stock here"),
+        (["config", "--default", "--config_file", "file.yaml"], 0, "file.yaml"),
+        (["help"], 0, "cputrain run"),
+    ],
+)
+def test_a_command_works(tmp_path, words, code, expected):
+    done = run(_COMMAND, *words, folder=tmp_path)
+    assert done.returncode == code, done.stderr
+    assert expected in " ".join((done.stdout + done.stderr).split()) and "Traceback" not in done.stderr
