@@ -13,6 +13,8 @@ SEED ?= 0
 FUZZ_SECONDS ?= 600
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
+# Many tests wait for processes, so that more workers than cores pay. A worker takes whole files.
+WORKERS ?= 3
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
 
@@ -41,8 +43,8 @@ build: $(INSTALLED) ## compile the native library after an edit of csrc/
 demo: build ## train a small question-answering model, stock and optimised side by side (5 minutes)
 	$(BIN)/python examples/demo/run_demo.py
 
-test: build ## run all tests (PYTEST_ARGS="-k dropout" for some)
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+test: build ## run all tests (PYTEST_ARGS="-k dropout" for some, WORKERS=0 for one after the other)
+	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner
 	$(MAKE) sanitize SHAPES=10000

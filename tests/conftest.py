@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
 from cputrain import hardware, native, precision
 
+HERE = Path(__file__).parent
+WAITING = ("cluster", "distributed", "examples", "launch")
 _ORDER = ["portable", "avx2", "avx512"]
 RUNNABLE = _ORDER[: _ORDER.index(hardware.best_isa(environ={})[0]) + 1]
 
@@ -48,6 +52,17 @@ def pytest_configure() -> None:
     """A shell that starts us in the background has us ignore Ctrl-C, and all that we start: some tests are about it."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Files whose tests wait for processes alternate with files that compute: workers of `-n` take them in this order."""
+    files: dict[Path, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    waiting = [file for file in files if file.relative_to(HERE).parts[0] in WAITING]
+    computing = [file for file in files if file not in waiting]
+    pairs = itertools.zip_longest(waiting, computing)
+    items[:] = [item for pair in pairs for file in pair if file is not None for item in files[file]]
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -28,6 +28,7 @@ EXAMPLES = """
 """
 Row = tuple[str, str, str]
 
+_SOURCE_WIDTH = 33
 _PACKAGES = ("torch", "numpy", "transformers", "accelerate")
 
 
@@ -183,9 +184,17 @@ def _table(sections: Iterable[Iterable[Row]]) -> RenderableType:
     for section in sections:
         table.add_row()
         for what, answer, source in section:
-            # The whole path is in --json; here its telling end has to fit half a line.
-            table.add_row(what, Text(answer), Text(source.replace("/sys/devices/system/", "/sys/…/")))
+            table.add_row(what, Text(answer), Text(_shortened(source)))
     return table
+
+
+def _shortened(source: str) -> str:
+    """A path keeps the end that fits the third column of 80; `--json` has all of it."""
+    path, colon, rest = source.partition(":")
+    if path.startswith("/"):
+        while len(path) > _SOURCE_WIDTH and "/" in path.removeprefix("…/"):
+            path = "…/" + path.removeprefix("…/").lstrip("/").partition("/")[2]
+    return path + colon + rest
 
 
 def _sections(report: Report) -> Iterator[list[Row]]:
