@@ -129,7 +129,7 @@ def _seconds(kind: Kind, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, ...]:
     times = [time.thread_time()]
     _, kept = forward_product(x, w, None, call)
     times.append(time.thread_time())
-    gradient = OutputGradient(dy, call, True, True)
+    gradient = OutputGradient(dy, call, need_w=True)
     gradient.of_input(w)
     times.append(time.thread_time())
     gradient.of_weight(kept, w.shape[1])

@@ -34,7 +34,7 @@ def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
     kept_h, weight1, bias1, weight2, *kept = saved
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
-    second = OutputGradient(grad_y, ctx.call, True, need_weight2, need_bias2)
+    second = OutputGradient(grad_y, ctx.call, need_weight2, need_bias2)
     activation = workspace.floats("middle", *kept_h.shape) if need_weight2 else None
     grad_h, grad_bias1 = activation_backward(
         second.of_input(weight2, passing="middle_grad"), kept_h, bias1, ctx.kind, activation, inplace=True
@@ -42,7 +42,7 @@ def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     grad_weight2 = None
     if activation is not None:
         grad_weight2 = second.of_weight(kept_input(activation, ctx.call), weight2.shape[1])
-    first = OutputGradient(grad_h, ctx.call, need_x, need_weight1)
+    first = OutputGradient(grad_h, ctx.call, need_weight1)
     grad_weight1 = first.of_weight(kept, weight1.shape[1]) if need_weight1 else None
     grad_x = first.of_input(weight1, add_to) if need_x else None
     return grad_x, grad_weight1, grad_bias1, grad_weight2, second.bias

@@ -68,7 +68,7 @@ class _PaddedLinear(torch.autograd.Function):
         grad_w = torch.empty_like(w_OI) if need_w else None
         grad_bias = w_OI.new_empty(w_OI.shape[0]) if need_bias else None
         for block, call in _blocks(place.shape[0], w_OI.shape[0], ctx.call):
-            grad = OutputGradient(grad_PO[:, block].index_select(0, place), call, need_x, need_w, need_bias)
+            grad = OutputGradient(grad_PO[:, block].index_select(0, place), call, need_w, need_bias)
             if need_x:
                 grad_x = grad.of_input(w_OI[block], add_to=grad_x)
             if grad_w is not None:

@@ -39,7 +39,7 @@ class _ResidualBlock(torch.autograd.Function):
             grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         need_x, _, need_weight = ctx.needs_input_grad[:3]
-        grad = OutputGradient(grad_y, ctx.call, need_x, need_weight)
+        grad = OutputGradient(grad_y, ctx.call, need_weight)
         grad_x = grad.of_input(weight) if need_x else None
         grad_weight = grad.of_weight(kept, weight.shape[1]) if need_weight else None
         grad_bias = grad_bias if ctx.has_bias else None

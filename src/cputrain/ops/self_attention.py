@@ -62,7 +62,7 @@ class _SelfAttention(torch.autograd.Function):
         attention_backward(grad, q, k, v, out.float(), lse, ctx.settings, grads, ctx.key_bias)
         need_x, _, _, _, _, *needed = ctx.needs_input_grad
         need_weights, need_biases = needed[:3], needed[3:]
-        gradient = OutputGradient(dqkv, ctx.call, need_x, any(need_weights), any(need_biases))
+        gradient = OutputGradient(dqkv, ctx.call, any(need_weights), any(need_biases))
         grad_x = gradient.of_input(torch.cat(weights)) if need_x else None
         grad_weight = gradient.of_weight(kept, weights[0].shape[1]) if any(need_weights) else None
         return grad_x, *[None] * 4, *_thirds(grad_weight, need_weights), *_thirds(gradient.bias, need_biases)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain
 
+from cputrain.ops import linear as module
 from cputrain.ops.arithmetic import Arithmetic
 from cputrain.ops.linear import linear
 from tests.unit.ops.blocks import assert_equals_twin
@@ -41,6 +42,18 @@ def test_low_precision_is_as_exact_as_it_says(isa, threads, kind, limits, rows):
     for a, b, limit in zip(ours, exact, limits, strict=True):
         assert a.dtype is torch.float32
         assert ((a - b).norm() / b.norm()).item() < limit
+
+
+@pytest.mark.parametrize(("part", "fewest"), [(16, 40), (16, 41), (40, 40), (64, 1)])
+def test_a_vocabulary_is_multiplied_in_parts(isa, monkeypatch, part, fewest):
+    """Equal to the whole, but for dx, whose sum over the vocabulary is cut into other blocks."""
+    x, w, bias = torch.randn(30, 200), torch.randn(40, 200), torch.randn(40)
+    whole = _with_gradients(lambda *a: linear(*a, Arithmetic("int16")), x, w, bias)
+    monkeypatch.setattr(module, "_PART", part)
+    monkeypatch.setattr(module, "_FEWEST", fewest)
+    y, dx, dw, dbias = _with_gradients(lambda *a: linear(*a, Arithmetic("int16")), x, w, bias)
+    assert torch.equal(y, whole[0]) and torch.equal(dw, whole[2]) and torch.equal(dbias, whole[3])
+    torch.testing.assert_close(dx, whole[1], rtol=0, atol=3e-4 * whole[1].abs().max().item())
 
 
 @pytest.mark.parametrize("kind", ["fp32", "int16", "bf16"])
