@@ -55,7 +55,7 @@ def pytest_configure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Files whose tests wait for processes alternate with files that compute: workers of `-n` take them in this order."""
+    """Files whose tests wait alternate with files whose tests compute: workers of `-n` take them in this order."""
     files: dict[Path, list[pytest.Item]] = {}
     for item in items:
         files.setdefault(item.path, []).append(item)
