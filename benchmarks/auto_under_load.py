@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 
-from cputrain import precision, product_speed
+from cputrain.formats import choose, speed
 
 
 def main() -> int:
@@ -49,9 +49,9 @@ def _choice_with_an_empty_cache() -> tuple[str, str]:
     """As in a new process on a new machine."""
     with tempfile.TemporaryDirectory() as folder:
         os.environ["XDG_CACHE_HOME"] = folder
-        product_speed._found.clear()
-        precision.automatic.cache_clear()
-        choice = precision.choose("auto")
+        speed._found.clear()
+        choose.automatic.cache_clear()
+        choice = choose.choose("auto")
     return choice.dtype, choice.reason
 
 

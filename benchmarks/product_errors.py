@@ -91,7 +91,7 @@ def operands(model: Any, step: Callable[[], None]) -> list[tuple[str, Any, Any, 
 
 
 def errors(kind: str, x: Any, w: Any, dy: Any) -> Iterator[Found]:
-    from cputrain.ops import matmul
+    from cputrain.formats import int16_matmul as matmul
 
     def bf16(left: Any, right: Any) -> Any:
         return left.bfloat16().double() @ right.bfloat16().double()

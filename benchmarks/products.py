@@ -60,7 +60,7 @@ def cases(model: str) -> Iterator[Case]:
     import torch
 
     from cputrain import memory
-    from cputrain.ops.matmul import linear_forward, linear_input_grad, linear_weight_grad
+    from cputrain.formats.int16_matmul import linear_forward, linear_input_grad, linear_weight_grad
 
     memory.keep_freed_memory()  # as `optimize` does: what is packed goes where the last call's was
     token_counts, layers = SHAPES[model]

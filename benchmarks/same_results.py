@@ -64,14 +64,14 @@ def batch(model: Callable, draw: torch.Generator) -> dict[str, Tensor]:
 
 def trained(model_of: Callable, name: str, steps: int, rank: int = 0, ranks: int = 1) -> dict[str, object]:
     import cputrain
-    from cputrain import product_speed
+    from cputrain.formats import speed
 
     dtype, fast_at_bf16 = FORMATS[name]
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     model = model_of().train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    with mock.patch.object(product_speed, "bf16_pays", lambda: fast_at_bf16):
+    with mock.patch.object(speed, "bf16_pays", lambda: fast_at_bf16):
         cputrain.optimize(model, optimizer, dtype=dtype)
     wrapped = nn.parallel.DistributedDataParallel(model) if ranks > 1 else model
     draw = torch.Generator().manual_seed(rank)

@@ -1,7 +1,7 @@
 // The C interface: every kernel's prototype, and nothing else.
 //
 // Each kernel source is compiled once per instruction set; KERNEL(name) gives it the symbol
-// cputrain_<name>_<isa>. native.py binds the symbols of one instruction set, with the same argument
+// cputrain_<name>_<isa>. cputrain.native binds the symbols of one instruction set, with the same argument
 // types: a test compares its table with this file.
 //
 // Conventions: matrices are row-major float; `rows`, `cols` are sizes, `…_stride` is in elements.
@@ -181,7 +181,7 @@ CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t str
 CPUTRAIN_EXPORT void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kind,
                                                   int64_t stride, int64_t rows, int64_t cols,
                                                   void* packed);
-// One side of a product; ops/matmul.py mirrors the structure.
+// One side of a product; formats/int16_matmul.py mirrors the structure.
 struct Int16Operand {
   const void* source;  // is packed first, or null: `packed` is filled already
   int64_t bf16;        // what the source is, else float

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain import hardware, native, precision
+from cputrain import hardware, native
+from cputrain.formats import choose
 
 HERE = Path(__file__).parent
 WAITING = ("cluster", "distributed", "examples", "launch")
@@ -44,8 +45,8 @@ def seeded():
 def auto_is_fp32(request, monkeypatch):
     """Tests that name no precision run in fp32, whatever this CPU is fast at; `chooses_precision` leaves the choice."""
     if request.node.get_closest_marker("chooses_precision") is None:
-        choice = precision.Choice("fp32", "fp32", "auto: fixed for tests")
-        monkeypatch.setattr(precision, "automatic", lambda measured=True: choice)
+        choice = choose.Choice("fp32", "fp32", "auto: fixed for tests")
+        monkeypatch.setattr(choose, "automatic", lambda measured=True: choice)
 
 
 def pytest_configure() -> None:

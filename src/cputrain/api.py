@@ -13,11 +13,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain import hardware, memory, native, precision, settings, terminal_log
+from cputrain import hardware, memory, native, settings, terminal_log
 from cputrain.explanation import Explanation, explain_patches
+from cputrain.formats import FORMATS, choose
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
-from cputrain.ops import workspace
+from cputrain.native import workspace
 from cputrain.optimizers import clipping, takeover
 
 Padding = Literal["drop", "keep"]
@@ -104,11 +105,11 @@ def optimize(
         logger.warning("the model trains as stock: %s", native.why_not())
         return model if optimizer is None else (model, optimizer)
     native.kernels()  # a library that doesn't load is reported before anything is touched
-    choice = precision.choose(dtype)
-    precision.tell(choice)
+    choice = choose.choose(dtype)
+    choose.tell(choice)
 
     _undo_model(model)
-    record = Record(choice.dtype, choice.reason, padding, Patches(choice.kind))
+    record = Record(choice.dtype, choice.reason, padding, Patches(FORMATS[choice.format]))
     model.__dict__[_RECORD] = record
     _take_over_model(model, record)
     memory.keep_freed_memory()

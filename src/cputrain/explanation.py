@@ -13,7 +13,7 @@ from torch import nn
 
 from cputrain import plain_text
 from cputrain.layers.encoder import DROPPED
-from cputrain.layers.patch import STEPPED_ASIDE, Patches, arithmetic_of
+from cputrain.layers.patch import STEPPED_ASIDE, Patches, format_of
 
 Row = tuple[str, str, str]
 
@@ -86,7 +86,7 @@ def explain_patches(patches: Patches) -> list[Row]:
         aside = entry.module.__dict__.get(STEPPED_ASIDE)
         how = "padding kept" if entry.what == DROPPED else "as stock"
         what = entry.what if aside is None else f"{how} in its last call: {aside}; else {entry.what}"
-        trouble = arithmetic_of(entry.module).trouble
+        trouble = format_of(entry.module).fallback
         what += f"; products in fp32 again: {trouble}" if trouble else ""
         row = (_pattern(entry.name), type(entry.module).__name__, what)
         counts[row] += (row, entry.module) not in counted

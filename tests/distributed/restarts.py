@@ -19,14 +19,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from cputrain import precision
+from cputrain.formats import choose
 from tests.launch.programs import launch
 
 
 def train(folder: Path, restarts: int) -> None:
     start, rank = int(os.environ["TORCHELASTIC_RESTART_COUNT"]), int(os.environ["RANK"])
     dist.init_process_group("ccl", timeout=timedelta(seconds=60))
-    precision.choose("auto")  # what rank 0 chose in this start, through the same store
+    choose.choose("auto")  # what rank 0 chose in this start, through the same store
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(10, 10))
     for _ in range(3):
         model(torch.ones(2, 10)).sum().backward()

@@ -133,10 +133,10 @@ def test_copies_keep_class_and_values(kind: type, copied_by, tmp_path) -> None:
     ],
 )
 def test_the_environment_wins_over_the_script(environment, bf16, said, monkeypatch, caplog) -> None:
-    """With a precision.py that knows fp32 alone, which its own tests are about."""
-    from cputrain import precision
+    """With a choice that knows fp32 alone, which its own tests are about."""
+    from cputrain.formats import choose
 
-    monkeypatch.setattr(precision, "choose", lambda asked: precision.Choice("fp32", "fp32", f"{asked} was asked for"))
+    monkeypatch.setattr(choose, "choose", lambda asked: choose.Choice("fp32", "fp32", f"{asked} was asked for"))
     if environment:
         monkeypatch.setenv("CPUTRAIN_DTYPE", environment)
     assert settings.precision(script_asks_for_bf16=bf16) == (environment or ("auto" if bf16 else "fp32"))
@@ -147,10 +147,10 @@ def test_the_environment_wins_over_the_script(environment, bf16, said, monkeypat
     ("environment", "bf16", "asked"), [(None, False, "fp32"), (None, True, "auto"), ("int16", True, "int16")]
 )
 def test_precision_is_asked_once_with_what_is_meant(environment, bf16, asked, monkeypatch) -> None:
-    from cputrain import precision
+    from cputrain.formats import choose
 
     calls = []
-    monkeypatch.setattr(precision, "choose", lambda dtype: calls.append(dtype) or precision.Choice("x", "fp32", "why"))
+    monkeypatch.setattr(choose, "choose", lambda dtype: calls.append(dtype) or choose.Choice("x", "fp32", "why"))
     if environment:
         monkeypatch.setenv("CPUTRAIN_DTYPE", environment)
     assert settings.precision(script_asks_for_bf16=bf16) == asked
@@ -158,12 +158,12 @@ def test_precision_is_asked_once_with_what_is_meant(environment, bf16, asked, mo
 
 
 def test_a_precision_that_does_not_exist_here_is_refused(monkeypatch) -> None:
-    from cputrain import precision
+    from cputrain.formats import choose
 
-    def choose(_: str) -> tuple[str, str]:
+    def refuse(_: str) -> tuple[str, str]:
         raise ValueError("not on this CPU.")
 
-    monkeypatch.setattr(precision, "choose", choose)
+    monkeypatch.setattr(choose, "choose", refuse)
     monkeypatch.setenv("CPUTRAIN_DTYPE", "bf16")
     with pytest.raises(Refused, match="CPUTRAIN_DTYPE=bf16: not on this CPU"):
         settings.precision(script_asks_for_bf16=False)

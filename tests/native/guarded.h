@@ -122,7 +122,7 @@ class Guarded {
 };
 using Floats = Guarded<float>;
 
-// Calls a kernel as native.py does: without working memory it must say how much it needs and do
+// Calls a kernel as cputrain.native does: without working memory it must say how much it needs and do
 // nothing else; then it gets exactly that.
 template <class Kernel>
 void with_scratch(Kernel kernel) {

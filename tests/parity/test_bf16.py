@@ -10,7 +10,8 @@ import transformers as hf
 from torch import nn
 
 import cputrain
-from cputrain import hardware, product_speed
+from cputrain import hardware
+from cputrain.formats import speed
 from tests.model_zoo import NAMES, tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 from tests.parity.small import bert, span_batch
@@ -59,7 +60,7 @@ def _held(model, batch):
 
 @pytest.mark.parametrize(("native", "share"), [(False, 0.5), (True, 0.55)])
 def test_keeps_about_half(monkeypatch, native, share):
-    monkeypatch.setattr(product_speed, "bf16_pays", lambda: native)
+    monkeypatch.setattr(speed, "bf16_pays", lambda: native)
     config = hf.BertConfig(hidden_size=128, num_hidden_layers=3, num_attention_heads=4, intermediate_size=512)
     model = hf.BertForQuestionAnswering(config)
     ids = torch.randint(0, 1000, (4, 100))
@@ -135,7 +136,7 @@ def test_training_goes_on_inside_autocast():
 class TestOnACpuWithBf16:
     @pytest.fixture(autouse=True)
     def with_bf16(self, without_bf16, monkeypatch):
-        monkeypatch.setattr(product_speed, "bf16_pays", lambda: True)
+        monkeypatch.setattr(speed, "bf16_pays", lambda: True)
 
     def test_ours_and_the_rest_runin_bf16(self):
         model, batch = tiny("bert")

@@ -17,11 +17,11 @@ NOT_POSSIBLE = 77  # as in hidden_bf16.c
 SCRIPT = """
 import copy
 import cputrain
-from cputrain import product_speed
+from cputrain.formats import speed
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
-product_speed.bf16_pays = lambda: True  # so it is asked for, however slow it is
+speed.bf16_pays = lambda: True  # so it is asked for, however slow it is
 model, batch = tiny("bert", padding="right")
 exact = gradients(cputrain.optimize(copy.deepcopy(model), dtype="fp32"), lambda m: m(**batch).loss)
 stock = distance(in_bf16(model, batch), gradients(copy.deepcopy(model), lambda m: m(**batch).loss))

@@ -9,9 +9,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import cputrain
-from cputrain import product_speed
+from cputrain.formats import int16_guard, int16_sample, speed
 from cputrain.layers.patch import ARITHMETIC
-from cputrain.ops import arithmetic
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
@@ -53,7 +52,7 @@ def test_linear_layers_outside_recognised_blocks(of_any_size, name):
 @pytest.mark.parametrize(("name", "forward_products"), [("bert", 2 * 4), ("gpt2", 2 * 4 + 1)])
 def test_every_product_of_a_layer_is_int16(monkeypatch, of_any_size, name, forward_products):
     """Each has two gradients."""
-    from cputrain.ops import matmul
+    from cputrain.formats import int16_matmul as matmul
 
     model, batch = tiny(name)
     cputrain.optimize(model, dtype="int16")
@@ -61,7 +60,7 @@ def test_every_product_of_a_layer_is_int16(monkeypatch, of_any_size, name, forwa
     product = matmul.product
     monkeypatch.setattr(matmul, "product", lambda left, *a, **k: calls.append(left) or product(left, *a, **k))
     model(**batch).loss.backward()
-    assert len([left for left in calls if left.vectors > arithmetic.SAMPLE]) == 3 * forward_products
+    assert len([left for left in calls if left.vectors > int16_sample.SAMPLE]) == 3 * forward_products
 
 
 def _spoil(model):
@@ -92,7 +91,7 @@ def test_a_layer_that_int16_spoils_returns_to_fp32_after_its_first_forward(caplo
 @pytest.mark.parametrize(("name", "reentrant"), [("bert", True), ("bert", False), ("albert", False)])
 def test_checkpointed_training_goes_on_when_a_layer_is_spoiled(of_any_size, name, reentrant, monkeypatch):
     """A checkpoint that isn't reentrant raises an error if the second forward keeps other tensors than the first."""
-    monkeypatch.setattr(arithmetic, "LOOK_EVERY", 4)
+    monkeypatch.setattr(int16_guard, "LOOK_EVERY", 4)
     model, batch = tiny(name)
     loss = _checkpointed(model.train(), batch, reentrant)
     cputrain.optimize(model, dtype="int16")
@@ -153,7 +152,7 @@ def _load(model):
 @pytest.mark.parametrize("dtype", ["int16", "fp32", "bf16", "native bf16"])
 def test_weights_are_packed_anew_after_any_change(change, dtype, monkeypatch):
     """In every precision: joined, converted and packed copies of weights live from a forward to its backward."""
-    monkeypatch.setattr(product_speed, "bf16_pays", lambda: dtype == "native bf16")
+    monkeypatch.setattr(speed, "bf16_pays", lambda: dtype == "native bf16")
     dtype = dtype.removeprefix("native ")
     model, batch = tiny("bert")
     cputrain.optimize(model, dtype=dtype)

@@ -119,10 +119,10 @@ def _kernels() -> Kernels:
 
 def _auto() -> Fact[str]:
     """Measured within two seconds the first time, and remembered, as `optimize` does it."""
-    from cputrain import precision
+    from cputrain.formats import choose
 
-    choice = precision.automatic()
-    return Fact(choice.dtype, choice.reason.removeprefix(precision.AUTO))
+    choice = choose.automatic()
+    return Fact(choice.dtype, choice.reason.removeprefix(choose.AUTO))
 
 
 def _threads() -> Threads:

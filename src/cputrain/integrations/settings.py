@@ -66,20 +66,20 @@ def precision(script_asks_for_bf16: bool) -> str:
     The only place where the integrations ask `cputrain.precision`. A script's bf16 means "the fastest that is at least
     as accurate as bf16 on this CPU", which is `auto`.
     """
-    from cputrain import precision
+    from cputrain.formats import choose
 
     asked = _one_of(DTYPE, DTYPES)
     try:
         dtype = asked or ("auto" if script_asks_for_bf16 else "fp32")
-        choice = precision.choose(dtype)
+        choice = choose.choose(dtype)
     except ValueError as error:
         raise Refused(f"{DTYPE}={asked}: {error}") from None
-    why = choice.reason.removeprefix(precision.AUTO)
+    why = choice.reason.removeprefix(choose.AUTO)
     if asked:
         say_once(f"{choice.dtype} runs: {DTYPE}={asked} ({why})")
     elif script_asks_for_bf16:
         say_once(f"the script asks for bf16, {choice.dtype} runs ({why})")
-    precision.note_told(choice)
+    choose.note_told(choice)
     return dtype
 
 

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cputrain.formats import probing
 from cputrain.layers.attention_mask import make_ragged_mask
 from cputrain.layers.key_mask import key_bias
 from cputrain.layers.patch import outputs_to_record, tensor_obstacle
 from cputrain.layers.probe import attention_noted, note_attention_dropout
-from cputrain.ops.arithmetic import probing
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens, gather_heads, scatter_heads
 

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain import hardware, product_speed
-from cputrain.ops.arithmetic import Arithmetic
+from cputrain import hardware
+from cputrain.formats import Format, speed
 
 logger = logging.getLogger("cputrain")
 
@@ -26,16 +26,16 @@ logger = logging.getLogger("cputrain")
 RUNS_IN_BF16 = "_cputrain_runs_in_bf16"
 
 
-def wanted(module: nn.Module, arithmetic: Arithmetic) -> bool | None:
+def wanted(module: nn.Module, format: Format) -> bool | None:
     """Whether autocast to bf16 should be on while `module` runs; None: as it is."""
     if RUNS_IN_BF16 in module.__dict__:
         return None if torch.is_autocast_enabled("cpu") else True
     if not torch.is_autocast_enabled("cpu") or torch.get_autocast_dtype("cpu") is not torch.bfloat16:
         return None
     single = not module._modules
-    if arithmetic.kind in ("native_bf16", "int16") and not single:
+    if format.overrules_autocast and not single:
         return False
-    if product_speed.bf16_pays():
+    if speed.bf16_pays():
         return None
     _say_once()
     return False

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.formats import probing
 from cputrain.layers import heads, padded_reads
 from cputrain.layers.activations import activation_kind
 from cputrain.layers.attention_mask import padding_of
@@ -25,7 +26,6 @@ from cputrain.layers.patch import (
     tensor_obstacle,
 )
 from cputrain.layers.without_padding import REAL, why_padding_is_needed
-from cputrain.ops.arithmetic import probing
 from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
 
 DROPPED = "padding dropped between embeddings and head"

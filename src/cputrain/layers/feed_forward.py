@@ -16,7 +16,7 @@ from cputrain.layers import residual
 from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import (
     Patches,
-    arithmetic_of,
+    format_of,
     global_hook_obstacle,
     linear_obstacle,
     module_obstacle,
@@ -52,9 +52,9 @@ def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor
     if reason is not None:
         step_aside(self, reason)
         return stock(hidden_states)
-    arithmetic = arithmetic_of(self)
-    h = linear(flat(hidden_states), self.dense.weight, None, arithmetic)
-    a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn), arithmetic.storage)
+    format = format_of(self)
+    h = linear(flat(hidden_states), self.dense.weight, None, format)
+    a = bias_activation(h, self.dense.bias, known_kind(self.intermediate_act_fn), format.saves)
     return a.view(*hidden_states.shape[:-1], a.shape[-1])
 
 
@@ -103,7 +103,7 @@ def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) ->
         known_kind(self.intermediate.intermediate_act_fn),
         norm.eps,
         residual.dropout_rate(self.output.dropout),
-        arithmetic_of(self),
+        format_of(self),
     )
     return out.view(attention_output.shape)
 
@@ -164,7 +164,7 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
     p = 0.0 if dropout is None else residual.dropout_rate(dropout)
     x = flat(hidden_states).contiguous()
     weights = up.weight, up.bias, down.weight, down.bias
-    y = feed_forward(x, *weights, known_kind(activation), p, arithmetic_of(self))
+    y = feed_forward(x, *weights, known_kind(activation), p, format_of(self))
     return y.view(hidden_states.shape)
 
 

@@ -22,7 +22,7 @@ from cputrain.layers.attention_config import is_transformers_model
 from cputrain.layers.leaves import linear_forward
 from cputrain.layers.patch import (
     Patches,
-    arithmetic_of,
+    format_of,
     parameter_names,
     tensor_obstacle,
     transform_obstacle,
@@ -75,7 +75,7 @@ def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tenso
     if padding is not None and _is_vocabulary(self, input, padding):
         rows = gather(input, padding.ragged).squeeze(0)
         place, positions = padding.ragged.place, padding.batch * padding.length
-        logits = padded_linear(rows, self.weight, self.bias, place, positions, arithmetic_of(self))
+        logits = padded_linear(rows, self.weight, self.bias, place, positions, format_of(self))
         return logits.view(padding.batch, padding.length, -1)
     return _on_real_tokens(functools.partial(linear_forward, self, stock), input, padding, 0.0)
 

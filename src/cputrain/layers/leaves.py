@@ -7,7 +7,7 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from cputrain.layers.activations import activation_kind, known_kind
-from cputrain.layers.patch import Patches, arithmetic_of, bias_size_obstacle, step_aside, tensor_obstacle, untouched
+from cputrain.layers.patch import Patches, bias_size_obstacle, format_of, step_aside, tensor_obstacle, untouched
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.layer_norm import layer_norm
@@ -42,7 +42,7 @@ def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Te
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
-    return layer_norm(input, self.weight, self.bias, self.eps, arithmetic_of(self).storage)
+    return layer_norm(input, self.weight, self.bias, self.eps, format_of(self).saves)
 
 
 def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tenso
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
-    return bias_activation(input, None, known_kind(self), arithmetic_of(self).storage)
+    return bias_activation(input, None, known_kind(self), format_of(self).saves)
 
 
 def linear_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
@@ -67,16 +67,16 @@ def conv1d_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
 
 def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) -> Tensor:
     input = computed(input)
-    arithmetic = arithmetic_of(module)
+    format = format_of(module)
     out_features, in_features = w_OI.shape
     small = out_features < FEWEST_FEATURES or input.numel() * out_features < WORTHWHILE_PRODUCT
-    if arithmetic.kind == "fp32" or small or input.shape[-1] != in_features:
+    if format.is_stock or small or input.shape[-1] != in_features:
         return stock(input)
     reason = tensor_obstacle(input, module.weight, module.bias) or bias_size_obstacle(module.bias, out_features)
     if reason is not None:
         step_aside(module, reason)
         return stock(input)
-    y = linear(flat(input).contiguous(), w_OI, module.bias, arithmetic)
+    y = linear(flat(input).contiguous(), w_OI, module.bias, format)
     return y.view(*input.shape[:-1], out_features)
 
 
@@ -94,12 +94,12 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
 
 def take_over_linears(model: nn.Module, patches: Patches) -> None:
     """Those that nothing else has claimed; in fp32 stock's product is as fast as any."""
-    if patches.kind == "fp32":
+    if patches.format.is_stock:
         return
     for name, module in model.named_modules():
         forward, width = _linear_kind(module)
         if forward is not None and untouched(module) and width >= FEWEST_FEATURES:
-            patches.bind(name, module, "forward", forward, f"its product in {patches.kind}")
+            patches.bind(name, module, "forward", forward, f"its product in {patches.format.name}")
 
 
 def _linear_kind(module: nn.Module) -> tuple[Callable | None, int]:

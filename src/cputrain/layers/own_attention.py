@@ -15,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.formats import probing
 from cputrain.layers import attention as registry
 from cputrain.layers import attention_config
 from cputrain.layers.attention_mask import hides_nothing
 from cputrain.layers.patch import (
     Patches,
-    arithmetic_of,
+    format_of,
     global_hook_obstacle,
     parameter_names,
     parts_obstacle,
@@ -31,7 +32,6 @@ from cputrain.layers.patch import (
 from cputrain.layers.probe import Formula, difference, dropped, note_attention_dropout
 from cputrain.layers.residual import ending_obstacle
 from cputrain.layers.self_attention import _alike, _ending, _ends_in_norm, _finish, _head_size, _triple
-from cputrain.ops.arithmetic import probing
 from cputrain.ops.attention import Sequences
 from cputrain.ops.linear import flat
 from cputrain.ops.self_attention import self_attention
@@ -99,7 +99,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
     weights, biases = [part.weight for part in triple], [part.bias for part in triple]
     context = self_attention(
         flat(hidden_states), weights, biases, scope.sequences,
-        heads=heads, scale=size**-0.5, causal=scope.causal, p=rate, arithmetic=arithmetic_of(self),
+        heads=heads, scale=size**-0.5, causal=scope.causal, p=rate, format=format_of(self),
     )  # fmt: skip
     out = _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states)
     length = _lengths[type(self)]

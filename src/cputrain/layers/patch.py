@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
+from cputrain.formats import FP32, Format, Fp32, probing
 from cputrain.layers import autocast
 from cputrain.layers.probe import Formula, difference
-from cputrain.ops.arithmetic import FP32, Arithmetic, Kind, probing
 
 logger = logging.getLogger("cputrain")
 
@@ -30,8 +30,8 @@ logger = logging.getLogger("cputrain")
 OWN = "_cputrain_"
 # module.__dict__ key under which a patched module keeps why its stock method ran instead, if it did.
 STEPPED_ASIDE = "_cputrain_stepped_aside"
-# … and how its products are computed, unless that is in fp32.
-ARITHMETIC = "_cputrain_arithmetic"
+# … and its number format, unless that is stock's.
+FORMAT = "_cputrain_format"
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Replacement:
 class Patches:
     """Everything that `optimize` replaced in one model, and what it left alone."""
 
-    kind: Kind = "fp32"
+    format: type[Format] = Fp32
     replaced: list[Replacement] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
 
@@ -69,8 +69,8 @@ class Patches:
         stock = getattr(type(module), method)
         wrapper = _wrapper(fused, type(module), method, stock)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
-        if self.kind != "fp32" and computes:
-            module.__dict__[ARITHMETIC] = Arithmetic(self.kind)
+        if computes and not self.format.is_stock:
+            module.__dict__[FORMAT] = self.format()
         self.replaced.append(Replacement(name, module, method, what, tuple(bypassed), computes))
 
     def bind_if_same(
@@ -140,7 +140,7 @@ def _wrapper(fused: Callable, owner: type, method: str, stock: Callable) -> Call
             return current(self, *args, **kwargs)
         if probing.get() and not hasattr(fused, "cputrain_probed"):  # fused operators were asked before
             return stock(self, *args, **kwargs)
-        in_bf16 = autocast.wanted(self, arithmetic_of(self))
+        in_bf16 = autocast.wanted(self, format_of(self))
         if in_bf16 is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
                 named = dict(zip(kwargs, autocast.as_floats(kwargs.values()), strict=True))
@@ -155,8 +155,8 @@ def _wrapper(fused: Callable, owner: type, method: str, stock: Callable) -> Call
     return forward
 
 
-def arithmetic_of(module: nn.Module) -> Arithmetic:
-    return module.__dict__.get(ARITHMETIC) or FP32
+def format_of(module: nn.Module) -> Format:
+    return module.__dict__.get(FORMAT) or FP32
 
 
 def is_ours(method: Any) -> bool:

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from cputrain.formats import probing
 from cputrain.layers.code_names import unexplained
 from cputrain.layers.signature import signature
 from cputrain.layers.twin import CannotCopy, small_sizes, twin_of
-from cputrain.ops.arithmetic import probing
 
 # What a module may raise that wants other inputs than its structure suggests: anything. It isn't what we took it for.
 REFUSALS = (Exception,)

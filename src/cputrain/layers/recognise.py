@@ -59,14 +59,14 @@ def _why_touched(module: nn.Module) -> str:
 def take_over_model(model: nn.Module, patches: Patches) -> None:
     """Linear layers that are left, then the model as a whole, in whose forward autocast is put right for all parts."""
     leaves.take_over_linears(model, patches)
-    if patches.kind == "native_bf16":
+    if patches.format.wants_autocast:
         model.__dict__[autocast.RUNS_IN_BF16] = True
     if is_ours(model.__dict__.get("forward")):
         return
     if not untouched(model):
         patches.leave("", model, f"autocast, if on, stays on inside: {_why_touched(model)}")
     else:
-        in_bf16 = patches.kind == "native_bf16"
+        in_bf16 = patches.format.wants_autocast
         patches.bind("", model, "forward", _as_stock, _AUTOCAST[in_bf16], computes=in_bf16)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from cputrain.layers.patch import (
     Patches,
-    arithmetic_of,
+    format_of,
     global_hook_obstacle,
     module_obstacle,
     step_aside,
@@ -64,7 +64,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, input
         norm.bias,
         norm.eps,
         dropout_rate(self.dropout),
-        arithmetic_of(self),
+        format_of(self),
     )
     return out.view(input_tensor.shape)
 

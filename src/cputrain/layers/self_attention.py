@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from cputrain.layers import attention as registry
 from cputrain.layers.patch import (
     Patches,
-    arithmetic_of,
+    format_of,
     global_hook_obstacle,
     linear_obstacle,
     outputs_to_record,
@@ -119,7 +119,7 @@ def fused_forward(
         causal=scope.causal,
         key_bias=scope.key_bias,
         p=rate,
-        arithmetic=arithmetic_of(self),
+        format=format_of(self),
     )
     return _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
 
@@ -129,7 +129,7 @@ def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor
         norm = module.LayerNorm
         out = residual_block(
             flat(context), flat(hidden_states).contiguous(), module.dense.weight, module.dense.bias,
-            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), arithmetic_of(module),
+            norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), format_of(module),
         )  # fmt: skip
         return out.view(hidden_states.shape)
     ending = _ending(module)

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.native.operands import address, rows_of, saved_dtype
 from cputrain.ops.dropout import draw_key, factors
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, kept_dtype, rows_of
 
 
 @dataclass(frozen=True, eq=False)  # tensors have no one answer to ==
@@ -289,7 +289,7 @@ def _problem(
     bias: Tensor | None,
 ) -> _Problem:
     sequences, (_, heads, size) = settings.sequences, q.shape
-    total, count, kv_heads, dtype = sequences.total, len(sequences.lengths), k.shape[1], kept_dtype(q)
+    total, count, kv_heads, dtype = sequences.total, len(sequences.lengths), k.shape[1], saved_dtype(q)
     if kv_heads < 1 or heads % kv_heads:
         raise ValueError(f"attention: {kv_heads} heads of keys and values don't divide {heads} heads of queries")
     orders = (("starts", sequences.starts), ("lengths", sequences.lengths), ("order", sequences.order))

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.native.operands import address, require, rows_and_cols
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, require, rows_and_cols
 
 
 def draw_key() -> int:

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.native.operands import address, contiguous, require
 from cputrain.ops import layer_norm
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, contiguous, require
 
 # Which row of each table gets no gradient: word, position, token type.
 PaddingRows = tuple[int | None, int | None, int | None]

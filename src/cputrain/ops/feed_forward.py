@@ -1,7 +1,7 @@
 """The feed-forward half of a transformer layer: linear, activation, linear, and what follows (dropout, residual, norm).
 
-Only the input, the first product's raw output and, with a norm, the sum before it are kept; the activation, which is as
-large as the first product, is computed again in the backward, in the same pass that needs its derivative anyway.
+Only the input, the first product's raw output and, with a norm, the sum before it are saved; the activation, which is
+as large as the first product, is computed again in the backward, in the same pass that needs its derivative anyway.
 
 Shapes: x_TH tokens × hidden, h_TM tokens × middle.
 """
@@ -11,48 +11,49 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cputrain.ops import workspace
-from cputrain.ops.activation import activation_backward
+from cputrain.formats import FP32, Dense, Format
+from cputrain.native import workspace
+from cputrain.native.operands import require, require_linear
+from cputrain.ops.activation import Activated, activation_backward
 from cputrain.ops.activation import plain as activation_plain
-from cputrain.ops.arithmetic import FP32, Arithmetic
 from cputrain.ops.dropout import draw_key, dropout
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.linear import OutputGradient, activated_product, forward_product, kept_input
-from cputrain.ops.operands import require, require_linear
 from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
 
 
-def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic, passing=""):
-    """What must be kept of x and of the first product's raw output, and the second's output."""
-    ctx.kind, ctx.call = kind, arithmetic.begin()
-    h_TM, kept = forward_product(x_TH, weight1, None, ctx.call, keep=ctx.needs_input_grad[1], passing="middle")
-    y_TH, kept_h = activated_product(h_TM, bias1, kind, weight2, bias2, ctx.call, passing)
-    return kept, kept_h, y_TH
+def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, format, scratch=""):
+    """What is saved of x and of the first product's raw output, and the second's output."""
+    ctx.kind, ctx.call = kind, format.begin()
+    h_TM, saved = ctx.call.forward(x_TH, Dense(weight1), None, save=ctx.needs_input_grad[1], scratch="middle")
+    y_TH, saved_h = ctx.call.forward_activated(Activated(h_TM, bias1, kind), Dense(weight2), bias2, scratch=scratch)
+    return saved, saved_h, y_TH
 
 
 def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
-    kept_h, weight1, bias1, weight2, *kept = saved
+    saved_h, weight1, bias1, weight2, *saved_x = saved
+    weight1, weight2 = Dense(weight1), Dense(weight2)
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
-    second = OutputGradient(grad_y, ctx.call, need_weight2, need_bias2)
-    activation = workspace.floats("middle", *kept_h.shape) if need_weight2 else None
+    second = ctx.call.output_grad(grad_y, weight=need_weight2, bias=need_bias2)
+    activation = workspace.floats("middle", *saved_h.shape) if need_weight2 else None
     grad_h, grad_bias1 = activation_backward(
-        second.of_input(weight2, passing="middle_grad"), kept_h, bias1, ctx.kind, activation, inplace=True
+        second.input(weight2, scratch="middle_grad"), saved_h, bias1, ctx.kind, activation, inplace=True
     )
-    grad_weight2 = None
+    grad_weight1 = grad_weight2 = None
     if activation is not None:
-        grad_weight2 = second.of_weight(kept_input(activation, ctx.call), weight2.shape[1])
-    first = OutputGradient(grad_h, ctx.call, need_weight1)
-    grad_weight1 = first.of_weight(kept, weight1.shape[1]) if need_weight1 else None
-    grad_x = first.of_input(weight1, add_to) if need_x else None
+        (grad_weight2,) = second.weight(weight2, ctx.call.save_input(activation))
+    first = ctx.call.output_grad(grad_h, weight=need_weight1)
+    if need_weight1:
+        (grad_weight1,) = first.weight(weight1, saved_x)
+    grad_x = first.input(weight1, add_to=add_to) if need_x else None
     return grad_x, grad_weight1, grad_bias1, grad_weight2, second.bias
 
 
 class _FeedForward(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic):
-        kept, kept_h, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
-        ctx.save_for_backward(kept_h, weight1, bias1, weight2, *kept)
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, kind, format):
+        saved, saved_h, y_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, format)
+        ctx.save_for_backward(saved_h, weight1, bias1, weight2, *saved)
         return y_TH
 
     @staticmethod
@@ -64,21 +65,21 @@ class _FeedForward(torch.autograd.Function):
 
 class _FeedForwardNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, arithmetic):
-        kept, kept_h, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, arithmetic, "sum")
-        out, mean, rstd, kept_sum = post_norm_forward(
-            sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, ctx.call.storage
+    def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, format):
+        saved, saved_h, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, format, "sum")
+        out, mean, rstd, saved_sum = post_norm_forward(
+            sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, ctx.call.saves
         )
-        ctx.save_for_backward(norm_weight, kept_sum, mean, rstd, kept_h, weight1, bias1, weight2, *kept)
+        ctx.save_for_backward(norm_weight, saved_sum, mean, rstd, saved_h, weight1, bias1, weight2, *saved)
         ctx.p, ctx.key, ctx.has_bias2 = p, key, bias2 is not None
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_out):
-        norm_weight, kept_sum, mean, rstd, *products = ctx.saved_tensors
+        norm_weight, saved_sum, mean, rstd, *products = ctx.saved_tensors
         grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
-            grad_out.contiguous(), kept_sum, mean, rstd, norm_weight, ctx.p, ctx.key
+            grad_out.contiguous(), saved_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         *grads, _ = _two_products_backward(ctx, grad_y, products, add_to=grad_sum)
         return *grads, grad_bias2 if ctx.has_bias2 else None, grad_norm_weight, grad_norm_bias, *[None] * 5
@@ -100,11 +101,11 @@ def feed_forward(
     bias2: Tensor | None,
     kind: str,
     p: float = 0.0,
-    arithmetic: Arithmetic = FP32,
+    format: Format = FP32,
 ) -> Tensor:
     """dropout(linear2(activation(linear1(x)))); no residual."""
     _check("feed_forward", x_TH, weight1, bias1, weight2, bias2)
-    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, arithmetic)
+    y = _FeedForward.apply(x_TH, weight1, bias1, weight2, bias2, kind, format)
     return dropout(y, p) if p > 0 else y
 
 
@@ -119,7 +120,7 @@ def feed_forward_norm(
     kind: str,
     eps: float,
     p: float,
-    arithmetic: Arithmetic = FP32,
+    format: Format = FP32,
 ) -> Tensor:
     """LayerNorm(x + dropout(linear2(activation(linear1(x)))))."""
     _check("feed_forward_norm", x_TH, weight1, bias1, weight2, bias2)
@@ -127,7 +128,7 @@ def feed_forward_norm(
     require("feed_forward_norm", x_TH.shape[1:], norm_weight=norm_weight, norm_bias=norm_bias)
     key = draw_key() if p > 0 else 0
     weights = weight1, bias1, weight2, bias2, norm_weight, norm_bias
-    return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, arithmetic)
+    return _FeedForwardNorm.apply(x_TH, *weights, kind, eps, p, key, format)
 
 
 def plain(x_TH, weight1, bias1, weight2, bias2, kind, factors=None, norm=None) -> Tensor:

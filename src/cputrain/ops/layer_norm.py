@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from cputrain import native
-from cputrain.ops.arithmetic import note_normed
+from cputrain.formats.bf16_saving import note_normed
+from cputrain.native.operands import address, contiguous, is_bf16, require, rows_and_cols, saved_dtype
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import address, contiguous, is_bf16, kept_dtype, require, rows_and_cols
 
 
 def layer_norm_forward(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, storage: torch.dtype = torch.float32
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, saves: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, and for the backward each row's mean and 1 / deviation, and x or, as bf16, the normalised x.
 
@@ -21,18 +21,18 @@ def layer_norm_forward(
     """
     rows, cols = rows_and_cols(x)
     out, mean, rstd = torch.empty_like(x), x.new_empty(rows), x.new_empty(rows)
-    kept = None if storage is torch.float32 else torch.empty_like(x, dtype=storage)
+    saved = None if saves is torch.float32 else torch.empty_like(x, dtype=saves)
     native.kernels().layer_norm(
         address("layer_norm: x", x, rows * cols),
         *(address("layer_norm: weight", weight, cols), address("layer_norm: bias", bias, cols)),
-        *(address("layer_norm: out", out, rows * cols), address("layer_norm: kept", kept, rows * cols, storage)),
+        *(address("layer_norm: out", out, rows * cols), address("layer_norm: saved", saved, rows * cols, saves)),
         *(address("layer_norm: mean", mean, rows), address("layer_norm: rstd", rstd, rows)),
         *(rows, cols, eps),
     )
-    if kept is None:
+    if saved is None:
         return out, mean, rstd, x
-    note_normed(out, kept, weight, bias)
-    return out, mean, rstd, kept
+    note_normed(out, saved, weight, bias)
+    return out, mean, rstd, saved
 
 
 def layer_norm_backward(
@@ -61,7 +61,7 @@ def joined_norm_forward(
     rows, cols = rows_and_cols(y)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
     bias, weight, beta = contiguous(bias, weight, beta)
-    z_address = address("norm: z", z, rows * cols, kept_dtype(z))
+    z_address = address("norm: z", z, rows * cols, saved_dtype(z))
     native.kernels().post_norm(
         *(address("norm: y", y, rows * cols), address("norm: bias", bias, cols)),
         address("norm: residual", residual, rows * cols),
@@ -87,7 +87,7 @@ def joined_norm_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of z (to which grad_sum is added), y, weight, beta and bias; y's is z's own without dropout.
 
-    z is as it was kept.
+    z is as it was saved.
     """
     rows, cols = rows_and_cols(z)
     grad_z = torch.empty_like(grad_out)
@@ -97,7 +97,7 @@ def joined_norm_backward(
     (weight,) = contiguous(weight)
     native.kernels().layer_norm_backward(
         address("norm: gradient", grad_out, rows * cols),
-        address("norm: z", z, rows * cols, kept_dtype(z)),
+        address("norm: z", z, rows * cols, saved_dtype(z)),
         is_bf16(z),
         *(address("norm: mean", mean, rows), address("norm: rstd", rstd, rows)),
         *(address("norm: weight", weight, cols), address("norm: gradient of the sum", grad_sum, rows * cols)),
@@ -113,10 +113,10 @@ def joined_norm_backward(
 
 class _LayerNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, eps, storage):
+    def forward(ctx, x, weight, bias, eps, saves):
         x, weight, bias = contiguous(x, weight, bias)
-        out, mean, rstd, kept = layer_norm_forward(x, weight, bias, eps, storage)
-        ctx.save_for_backward(kept, mean, rstd, weight)
+        out, mean, rstd, saved = layer_norm_forward(x, weight, bias, eps, saves)
+        ctx.save_for_backward(saved, mean, rstd, weight)
         ctx.has_bias = bias is not None
         return out
 
@@ -153,12 +153,12 @@ class _ResidualLayerNorm(torch.autograd.Function):
 
 
 def layer_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, storage: torch.dtype = torch.float32
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, saves: torch.dtype = torch.float32
 ) -> Tensor:
-    """`torch.nn.functional.layer_norm` over the last dimension; x is kept for the backward as `storage`."""
+    """`torch.nn.functional.layer_norm` over the last dimension; x is saved for the backward as `saves`."""
     require("layer_norm", x.shape, x=x)
     require("layer_norm", x.shape[-1:], weight=weight, bias=bias)
-    return _LayerNorm.apply(x, weight, bias, eps, storage)
+    return _LayerNorm.apply(x, weight, bias, eps, saves)
 
 
 def residual_layer_norm(

@@ -15,9 +15,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from cputrain.ops.arithmetic import FP32, Arithmetic, Call, Kept
+from cputrain.formats import FP32, Call, Dense, Format, Saved
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.linear import OutputGradient, forward_product
 
 # What a product writes should still be in the last-level cache when it is copied. On an AMD EPYC (32 MB of it) 700
 # tokens × 384 → 30,522 take 200 ms of one core in blocks of 3 or 6 MB, 206 in blocks of 23 MB, 256 as one product and
@@ -39,40 +38,41 @@ def _blocks(tokens: int, out_features: int, call: Call) -> Iterator[tuple[slice,
     begins = range(0, out_features, width)
     looked_at = begins[tokens % len(begins)]  # another one for other batches
     for begin in begins:
-        yield slice(begin, min(begin + width, out_features)), call if begin == looked_at else Call(call.kind)
+        yield slice(begin, min(begin + width, out_features)), call if begin == looked_at else call.beside()
 
 
 class _PaddedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, w_OI, bias_O, place, positions: int, arithmetic: Arithmetic) -> Tensor:
-        ctx.call = arithmetic.begin()
+    def forward(ctx, x_TI, w_OI, bias_O, place, positions: int, format: Format) -> Tensor:
+        ctx.call = format.begin()
         y_PO = x_TI.new_empty(positions, w_OI.shape[0])
         padded = torch.ones(positions, dtype=torch.bool).index_fill_(0, place, False)
         y_PO.index_fill_(0, padded.nonzero().squeeze(1), 0.0)
-        kept: Kept = ()
+        saved: Saved = ()
         for block, call in _blocks(x_TI.shape[0], w_OI.shape[0], ctx.call):
             bias = None if bias_O is None else bias_O[block]
-            keep = call is ctx.call and ctx.needs_input_grad[1]
-            y_TB, kept_now = forward_product(x_TI, w_OI[block], bias, call, keep=keep)
-            kept = kept or kept_now
+            save = call is ctx.call and ctx.needs_input_grad[1] and not saved
+            y_TB, saved_now = call.forward(x_TI, Dense(w_OI[block]), bias, save=save)
+            saved = saved or saved_now
             y_PO[:, block].index_copy_(0, place, y_TB)
-        ctx.save_for_backward(w_OI, place, *kept)
+        ctx.save_for_backward(w_OI, place, *saved)
         return y_PO
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_PO: Tensor):
-        w_OI, place, *kept = ctx.saved_tensors
+        w_OI, place, *saved = ctx.saved_tensors
         need_x, need_w, need_bias, *_ = ctx.needs_input_grad
         grad_x = None
         grad_w = torch.empty_like(w_OI) if need_w else None
         grad_bias = w_OI.new_empty(w_OI.shape[0]) if need_bias else None
         for block, call in _blocks(place.shape[0], w_OI.shape[0], ctx.call):
-            grad = OutputGradient(grad_PO[:, block].index_select(0, place), call, need_w, need_bias)
+            weight = Dense(w_OI[block])
+            grad = call.output_grad(grad_PO[:, block].index_select(0, place), weight=need_w, bias=need_bias)
             if need_x:
-                grad_x = grad.of_input(w_OI[block], add_to=grad_x)
+                grad_x = grad.input(weight, add_to=grad_x)
             if grad_w is not None:
-                grad_w[block] = grad.of_weight(tuple(kept), w_OI.shape[1])
+                (grad_w[block],) = grad.weight(weight, tuple(saved))
             if grad_bias is not None:
                 grad_bias[block] = grad.bias
         return grad_x, grad_w, grad_bias, None, None, None
@@ -84,10 +84,10 @@ def padded_linear(
     bias_O: Tensor | None,
     place: Tensor,
     positions: int,
-    arithmetic: Arithmetic = FP32,
+    format: Format = FP32,
 ) -> Tensor:
     """y_PO: x wᵀ + bias at the tokens' places, 0 elsewhere."""
-    return _PaddedLinear.apply(x_TI, w_OI, bias_O, place, positions, arithmetic)
+    return _PaddedLinear.apply(x_TI, w_OI, bias_O, place, positions, format)
 
 
 def plain(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, place: Tensor, positions: int) -> Tensor:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from cputrain.formats.bf16_saving import note_normed
+from cputrain.native.operands import contiguous, require
 from cputrain.ops import layer_norm
-from cputrain.ops.arithmetic import note_normed
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.operands import contiguous, require
 
 
 def post_norm_forward(
@@ -21,13 +21,13 @@ def post_norm_forward(
     eps: float,
     p: float,
     key: int,
-    storage: torch.dtype = torch.float32,
+    saves: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The result, each row's mean and 1 / deviation, and what the backward needs of the sum before the norm.
 
     That is the sum itself, over y, or as bf16 the normalised sum, of which whoever uses the result makes it again.
     """
-    z = y if storage is torch.float32 else torch.empty_like(y, dtype=storage)
+    z = y if saves is torch.float32 else torch.empty_like(y, dtype=saves)
     norm = layer_norm.joined_norm_forward(y, bias, residual.contiguous(), weight, beta, eps, p, key, z)
     if z is not y:
         note_normed(norm[0], z, weight, beta)

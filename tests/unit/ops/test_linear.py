@@ -1,4 +1,4 @@
-"""A linear layer in every arithmetic."""
+"""A linear layer in every number format."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain
 
-from cputrain.ops import linear as module
-from cputrain.ops.arithmetic import Arithmetic
+from cputrain.formats import FORMATS, int16
 from cputrain.ops.linear import linear
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -31,14 +30,14 @@ def _with_gradients(function, x, w, bias):
 # (kind, the greatest relative error of result and gradients, and of those that nothing was rounded for)
 @pytest.mark.parametrize(("kind", "limits"), [
     ("int16", (3e-4, 3e-4, 3e-4, 3e-4)),
-    ("bf16", (1e-6, 1e-6, 4e-3, 1e-6)),  # only what was kept is rounded: the weight's gradient alone shows it
-    ("native_bf16", (1e-2, 1e-2, 1e-2, 1e-2)),
+    ("bf16_saved", (1e-6, 1e-6, 4e-3, 1e-6)),  # only what was saved is rounded: the weight's gradient alone shows it
+    ("bf16", (1e-2, 1e-2, 1e-2, 1e-2)),
 ])  # fmt: skip
 @pytest.mark.parametrize("rows", [1, 7, 130])
 def test_low_precision_is_as_exact_as_it_says(isa, threads, kind, limits, rows):
     x, w, bias = torch.randn(rows, 200), torch.randn(40, 200), torch.randn(40)
     exact = _with_gradients(plain, x.double(), w.double(), bias.double())
-    ours = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    ours = _with_gradients(lambda *a: linear(*a, FORMATS[kind]()), x, w, bias)
     for a, b, limit in zip(ours, exact, limits, strict=True):
         assert a.dtype is torch.float32
         assert ((a - b).norm() / b.norm()).item() < limit
@@ -48,43 +47,43 @@ def test_low_precision_is_as_exact_as_it_says(isa, threads, kind, limits, rows):
 def test_a_vocabulary_is_multiplied_in_parts(isa, monkeypatch, part, fewest):
     """Equal to the whole, but for dx, whose sum over the vocabulary is cut into other blocks."""
     x, w, bias = torch.randn(30, 200), torch.randn(40, 200), torch.randn(40)
-    whole = _with_gradients(lambda *a: linear(*a, Arithmetic("int16")), x, w, bias)
-    monkeypatch.setattr(module, "_PART", part)
-    monkeypatch.setattr(module, "_FEWEST", fewest)
-    y, dx, dw, dbias = _with_gradients(lambda *a: linear(*a, Arithmetic("int16")), x, w, bias)
+    whole = _with_gradients(lambda *a: linear(*a, FORMATS["int16"]()), x, w, bias)
+    monkeypatch.setattr(int16, "_PART", part)
+    monkeypatch.setattr(int16, "_FEWEST", fewest)
+    y, dx, dw, dbias = _with_gradients(lambda *a: linear(*a, FORMATS["int16"]()), x, w, bias)
     assert torch.equal(y, whole[0]) and torch.equal(dw, whole[2]) and torch.equal(dbias, whole[3])
     torch.testing.assert_close(dx, whole[1], rtol=0, atol=3e-4 * whole[1].abs().max().item())
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16_saved"])
 def test_any_number_of_threads_gives_the_same_bits(kind, threads):
     x, w, bias = torch.randn(300, 384), torch.randn(130, 384), torch.randn(130)
-    found = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    found = _with_gradients(lambda *a: linear(*a, FORMATS[kind]()), x, w, bias)
     torch.set_num_threads(1)
-    expected = _with_gradients(lambda *a: linear(*a, Arithmetic(kind)), x, w, bias)
+    expected = _with_gradients(lambda *a: linear(*a, FORMATS[kind]()), x, w, bias)
     assert all(map(torch.equal, found, expected))
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16", "native_bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16_saved", "bf16"])
 def test_frozen_parts_get_no_gradient(kind):
     x, w, bias = torch.randn(5, 8), torch.randn(3, 8, requires_grad=True), torch.randn(3)
-    linear(x, w, bias, Arithmetic(kind)).sum().backward()
+    linear(x, w, bias, FORMATS[kind]()).sum().backward()
     torch.testing.assert_close(w.grad, x.sum(0).expand(3, 8), rtol=1e-2, atol=1e-2)
     w.grad = None
     x.requires_grad_(), w.requires_grad_(False)
-    linear(x, w, bias, Arithmetic(kind)).sum().backward()
+    linear(x, w, bias, FORMATS[kind]()).sum().backward()
     assert w.grad is None
     torch.testing.assert_close(x.grad, w.sum(0).expand(5, 8), rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16", "native_bf16"])
+@pytest.mark.parametrize("kind", ["fp32", "int16", "bf16_saved", "bf16"])
 def test_backward_inside_autocast_is_not_touched_by_it(kind):
     """Stock's own products would become bf16 there, and kernels read floats."""
     x, w, bias = torch.randn(64, 96), torch.randn(32, 96), torch.randn(32)
 
     def gradients(on):
         a, b = x.clone().requires_grad_(), w.clone().requires_grad_()
-        out = linear(a, b, bias, Arithmetic(kind)).square().sum()
+        out = linear(a, b, bias, FORMATS[kind]()).square().sum()
         with torch.autocast("cpu", torch.bfloat16, enabled=on):
             out.backward()
         return a.grad, b.grad

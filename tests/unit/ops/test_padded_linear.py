@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from cputrain.formats import FORMATS
+from cputrain.formats.int16_guard import Watch
 from cputrain.ops import padded_linear as module
-from cputrain.ops.arithmetic import Arithmetic, Call
 from cputrain.ops.padded_linear import padded_linear, plain
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -35,11 +36,11 @@ def _with_gradients(function, dtype, *inputs):
     return out, *(t.grad for t in inputs)
 
 
-@pytest.mark.parametrize(("kind", "limit"), [("int16", 3e-4), ("bf16", 4e-3), ("native_bf16", 1e-2)])
+@pytest.mark.parametrize(("kind", "limit"), [("int16", 3e-4), ("bf16_saved", 4e-3), ("bf16", 1e-2)])
 def test_low_precision_is_as_exact_as_that_of_a_linear_layer(kind, limit):
     inputs = torch.randn(8, 200), torch.randn(600, 200), torch.randn(600)
     exact = _with_gradients(lambda *x: plain(*x, PLACE, 15), torch.float64, *inputs)
-    ours = _with_gradients(lambda *x: padded_linear(*x, PLACE, 15, Arithmetic(kind)), torch.float32, *inputs)
+    ours = _with_gradients(lambda *x: padded_linear(*x, PLACE, 15, FORMATS[kind]()), torch.float32, *inputs)
     for a, b in zip(ours, exact, strict=True):
         assert ((a - b).norm() / b.norm()).item() < limit
 
@@ -47,7 +48,7 @@ def test_low_precision_is_as_exact_as_that_of_a_linear_layer(kind, limit):
 @pytest.mark.parametrize("kind", ["fp32", "int16", "bf16"])
 def test_frozen_parts_get_no_gradient(kind):
     x, w, bias = torch.randn(8, 32), torch.randn(600, 32, requires_grad=True), torch.randn(600)
-    padded_linear(x, w, bias, PLACE, 15, Arithmetic(kind)).sum().backward()
+    padded_linear(x, w, bias, PLACE, 15, FORMATS[kind]()).sum().backward()
     torch.testing.assert_close(w.grad, x.sum(0).expand(600, 32), rtol=1e-2, atol=1e-2)
     assert x.grad is None and bias.grad is None
 
@@ -66,7 +67,7 @@ def test_the_logits_exist_once(kind):
     place, half = torch.arange(800), 800 * 4096 * 4 // 2
     gradient = torch.ones(1, 1).expand(1000, 4096)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as trace:
-        padded_linear(x, w, None, place, 1000, Arithmetic(kind)).backward(gradient)
+        padded_linear(x, w, None, place, 1000, FORMATS[kind]()).backward(gradient)
     sizes = [event.cpu_memory_usage for event in trace.events() if event.name == "[memory]"]
     own = [event.self_cpu_memory_usage for event in trace.events() if event.name != "[memory]"]
     large = [size for size in (*sizes, *own) if size > half]
@@ -77,7 +78,7 @@ def test_the_logits_exist_once(kind):
 def test_one_block_is_looked_at(monkeypatch, tokens):
     """However many there are: a look may send the layer back to fp32, and each is a chance to be wrong."""
     seen = []
-    monkeypatch.setattr(Call, "_look", lambda self, what, *sides: seen.append(what))
+    monkeypatch.setattr(Watch, "_look", lambda self, what, *sides: seen.append(what))
     x, w = torch.randn(tokens, 32, requires_grad=True), torch.randn(600, 32, requires_grad=True)
-    padded_linear(x, w, None, PLACE[:tokens], 15, Arithmetic("int16")).sum().backward()
+    padded_linear(x, w, None, PLACE[:tokens], 15, FORMATS["int16"]()).sum().backward()
     assert seen == ["a forward product", "an input gradient", "a weight gradient"]

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 
-from cputrain.ops.arithmetic import Arithmetic
+from cputrain.formats import FORMATS
 from cputrain.ops.attention import Sequences
 from cputrain.ops.self_attention import plain, self_attention
 
@@ -47,8 +47,8 @@ def test_equals_plain_twin(isa, threads, lengths, biased, causal):
 
 
 @pytest.mark.parametrize("batch", [1, 3])
-@pytest.mark.parametrize("arithmetic", ["fp32", "int16"])
-def test_hidden_keys(isa, threads, batch, arithmetic):
+@pytest.mark.parametrize("name", ["fp32", "int16"])
+def test_hidden_keys(isa, threads, batch, name):
     """One row of -inf for each sequence, or one for all; a sequence whose keys are all hidden gives 0."""
     sequences = Sequences.dense(3, 21)
     key_bias = torch.zeros(batch, 1, 1, 21)
@@ -58,10 +58,10 @@ def test_hidden_keys(isa, threads, batch, arithmetic):
         key_bias[1] = -torch.inf
     inputs, grad = _inputs(63, 30, 36, True), torch.randn(63, 36)
     options = {"heads": 3, "scale": 0.25, "key_bias": key_bias}
-    ours = _run(self_attention, inputs, grad, torch.float32, sequences, **options, arithmetic=Arithmetic(arithmetic))
+    ours = _run(self_attention, inputs, grad, torch.float32, sequences, **options, format=FORMATS[name]())
     exact = _run(plain, inputs, grad, torch.float64, sequences, **options)
     for a, b in zip(ours, exact, strict=True):
-        scale = 1e-5 if arithmetic == "fp32" else 1e-2
+        scale = 1e-5 if name == "fp32" else 1e-2
         torch.testing.assert_close(a.double(), b, rtol=0, atol=scale * max(b.abs().max().item(), 1))
     if batch == 3:
         assert not ours[0][21:42].any()
@@ -80,13 +80,13 @@ def test_dropout_is_that_of_its_key(isa, monkeypatch):
 
 
 @pytest.mark.parametrize(("kind", "forward", "backward"), [
-    ("int16", 1e-3, 2e-3), ("bf16", 5e-3, 1e-2), ("native_bf16", 2e-2, 3e-2),
+    ("int16", 1e-3, 2e-3), ("bf16_saved", 5e-3, 1e-2), ("bf16", 2e-2, 3e-2),
 ])  # fmt: skip
 def test_low_precision(isa, kind, forward, backward):
     sequences = Sequences.from_lengths([65, 33])
     inputs, grad = _inputs(98, 64, 64, True), torch.randn(98, 64)
     exact = _run(plain, inputs, grad, torch.float64, sequences, heads=4, scale=0.1)
-    ours = _run(self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=0.1, arithmetic=Arithmetic(kind))
+    ours = _run(self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=0.1, format=FORMATS[kind]())
     errors = [((a - b).norm() / b.norm()).item() for a, b in zip(ours, exact, strict=True)]
     del errors[6]  # the key's bias
     assert errors[0] < forward and max(errors[1:]) < backward
@@ -97,18 +97,16 @@ def test_bf16_gradients_are_those_of_what_the_forward_computed(isa):
     sequences = Sequences.from_lengths([65, 33])
     inputs, grad = _inputs(98, 64, 64, True), torch.randn(98, 64)
     exact = _run(plain, inputs, grad, torch.float64, sequences, heads=4, scale=2.0)
-    ours = _run(
-        self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=2.0, arithmetic=Arithmetic("bf16")
-    )
+    ours = _run(self_attention, inputs, grad, torch.float32, sequences, heads=4, scale=2.0, format=FORMATS["bf16"]())
     of_value_bias = 7  # sums of whole rows of probabilities
     torch.testing.assert_close(ours[of_value_bias], exact[of_value_bias].float(), rtol=1e-4, atol=1e-4)
 
 
 def test_two_calls_do_not_disturb_each_other():
     """What is passing lies in one workspace: what is kept must not."""
-    sequences, arithmetic = Sequences.from_lengths([20]), Arithmetic("bf16")
+    sequences, format = Sequences.from_lengths([20]), FORMATS["bf16_saved"]()
     inputs, other = _inputs(20, 24, 24, True), _inputs(20, 24, 24, True)
-    grad, options = torch.randn(20, 24), {"heads": 2, "scale": 0.3, "arithmetic": arithmetic}
+    grad, options = torch.randn(20, 24), {"heads": 2, "scale": 0.3, "format": format}
     alone = _run(self_attention, inputs, grad, torch.float32, sequences, **options)
     x = inputs[0].clone().requires_grad_()
     out = self_attention(x, inputs[1], inputs[2], sequences, **options)

@@ -12,8 +12,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from cputrain.formats import FORMATS
 from cputrain.ops.activation import bias_activation
-from cputrain.ops.arithmetic import Arithmetic
 from cputrain.ops.attention import Sequences, attention
 from cputrain.ops.dropout import dropout
 from cputrain.ops.embeddings import embed
@@ -39,8 +39,8 @@ def _embed(word_ids, type_ids, position_ids, *weights):
 def _self_attention(kind: str) -> Operator:
     def run(x, *weights_and_biases):
         parts = list(weights_and_biases)
-        arithmetic = Arithmetic(kind)
-        return self_attention(x, parts[:3], parts[3:], SEQUENCES, heads=HEADS, scale=0.3, arithmetic=arithmetic)
+        format = FORMATS[kind]()
+        return self_attention(x, parts[:3], parts[3:], SEQUENCES, heads=HEADS, scale=0.3, format=format)
 
     return run
 
@@ -51,11 +51,11 @@ def _in_kind(kind: str) -> dict[str, tuple[Operator, dict[str, tuple[int, ...]]]
     norm = {"norm_weight": (H,), "norm_bias": (H,)}
     triple = {f"weight_{n}": (H, H) for n in "qkv"} | {f"bias_{n}": (H,) for n in "qkv"}
     return {
-        "linear": (lambda x, w, b: linear(x, w, b, Arithmetic(kind)), {"x": (T, H), "weight": (M, H), "bias": (M,)}),
-        "feed_forward": (lambda *a: feed_forward(*a, "gelu", 0.0, Arithmetic(kind)), two),
-        "feed_forward_norm": (lambda *a: feed_forward_norm(*a, "gelu", EPS, 0.0, Arithmetic(kind)), two | norm),
+        "linear": (lambda x, w, b: linear(x, w, b, FORMATS[kind]()), {"x": (T, H), "weight": (M, H), "bias": (M,)}),
+        "feed_forward": (lambda *a: feed_forward(*a, "gelu", 0.0, FORMATS[kind]()), two),
+        "feed_forward_norm": (lambda *a: feed_forward_norm(*a, "gelu", EPS, 0.0, FORMATS[kind]()), two | norm),
         "residual_block": (
-            lambda *a: residual_block(*a, EPS, 0.0, Arithmetic(kind)),
+            lambda *a: residual_block(*a, EPS, 0.0, FORMATS[kind]()),
             {"x": (T, M), "residual": (T, H), "weight": (H, M), "bias": (H,)} | norm,
         ),
         "self_attention": (_self_attention(kind), {"x": (T, H)} | triple),

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from cputrain.ops import matmul
+from cputrain.formats import int16_matmul as matmul
 
 SPREAD, OUTLIERS = 16, 4  # vectors at moving places; those with the largest values, and as many that stand out most
 SAMPLE = SPREAD + 2 * OUTLIERS  # of each side, at most

@@ -14,7 +14,7 @@ import pytest
 import cputrain
 from cputrain import hardware, native
 
-HEADER = (Path(__file__).parents[2] / "csrc" / "api.h").read_text()
+HEADER = (Path(__file__).parents[3] / "csrc" / "api.h").read_text()
 LETTERS = {"int64_t": "i", "uint64_t": "k", "float": "f", "double": "d"}
 
 
@@ -117,7 +117,7 @@ def test_the_forced_instruction_set_is_the_one_that_is_bound() -> None:
 
 def test_the_compiler_and_the_choice_agree_on_what_an_instruction_set_needs() -> None:
     """A kernel compiled with a flag that `best_isa` doesn't ask for would crash on some CPU."""
-    cmake = (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+    cmake = (Path(__file__).parents[3] / "CMakeLists.txt").read_text()
     for isa in ("avx2", "avx512"):
         flags = re.search(rf"set\(flags_{isa} ([^)]*)\)", cmake)[1].split()
         used = {flag.removeprefix("-m") for flag in flags if re.fullmatch(r"-m(avx\w*|fma|f16c)", flag)}
@@ -126,7 +126,7 @@ def test_the_compiler_and_the_choice_agree_on_what_an_instruction_set_needs() ->
 
 @pytest.mark.parametrize("name", ["-march", "-mtune=native"])
 def test_nothing_is_compiled_for_the_build_host(name: str) -> None:
-    assert name not in (Path(__file__).parents[2] / "CMakeLists.txt").read_text()
+    assert name not in (Path(__file__).parents[3] / "CMakeLists.txt").read_text()
 
 
 def run_in_fresh_process(code: str) -> str:

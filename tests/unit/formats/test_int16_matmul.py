@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from cputrain import native
-from cputrain.ops import matmul
+from cputrain.formats import int16_matmul as matmul
+from cputrain.formats.int16_matmul import by_columns, by_rows, pack, plain, product, quantise
 from cputrain.ops.activation import KINDS, bias_activation
-from cputrain.ops.matmul import by_columns, by_rows, pack, plain, product, quantise
 
 VNNI_NEVER, VNNI_IF_KNOWN, VNNI_ALWAYS = range(3)  # Int16Vnni of csrc/api.h
 PANELS = {"portable": {"left": 4, "right": 8}, "avx2": {"left": 4, "right": 16}, "avx512": {"left": 8, "right": 32}}
@@ -109,7 +109,7 @@ def test_parts_taken_over_add_their_blocks_in_order(isa, threads):
 def test_fewer_threads_than_were_promised():
     """Nobody waits for the share of a thread that OpenMP didn't start."""
     script = (
-        "import torch; from cputrain.ops.matmul import linear_weight_grad\n"
+        "import torch; from cputrain.formats.int16_matmul import linear_weight_grad\n"
         "x, dy = torch.randn(5_000, 100), torch.randn(5_000, 200)\n"
         "torch.set_num_threads(1); expected = linear_weight_grad(dy, x)\n"
         "torch.set_num_threads(4); assert torch.equal(linear_weight_grad(dy, x), expected)"
@@ -123,7 +123,7 @@ def test_fewer_threads_than_were_promised():
 def runs_vnni(isa: str) -> bool:
     """Tried in a process of its own: a virtual machine may have AVX_VNNI and not say so."""
     script = (
-        "import torch; from cputrain import native; from cputrain.ops import matmul\n"
+        "import torch; from cputrain import native; from cputrain.formats import int16_matmul as matmul\n"
         f"native.kernels().int16_use_vnni({VNNI_ALWAYS}); matmul.linear_forward(torch.ones(12, 9), torch.ones(1, 9))"
     )
     code = subprocess.run([sys.executable, "-c", script], env=os.environ | {"CPUTRAIN_ISA": isa}).returncode
@@ -179,7 +179,7 @@ def test_activated_rows_are_packed_as_if_they_had_been_written(isa, threads, kin
         h, w = torch.randn(rows, depth + 3)[:, :depth], torch.randn(9, depth)
         for bias in (torch.randn(depth), torch.randn(2 * depth)[::2], None):
             activation = bias_activation(h.contiguous(), bias, kind)
-            ours = product(matmul.pack_activated(h, bias, kind), by_rows(w, "right"))
+            ours = product(matmul.pack_activated(h, bias, KINDS[kind]), by_rows(w, "right"))
             assert torch.equal(ours, matmul.linear_forward(activation, w))
 
 

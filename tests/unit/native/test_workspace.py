@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from cputrain.ops import workspace
+from cputrain.native import workspace
 
 
 def test_the_same_memory_again():

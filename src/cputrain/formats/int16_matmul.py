@@ -29,8 +29,7 @@ import torch
 from torch import Tensor
 
 from cputrain import native
-from cputrain.ops.activation import KINDS
-from cputrain.ops.operands import address, contiguous, is_bf16, kept_dtype, require, rows_of
+from cputrain.native.operands import address, contiguous, is_bf16, require, rows_of, saved_dtype
 
 Role = Literal["left", "right"]
 _ROLES = {"left": 0, "right": 1}
@@ -68,7 +67,7 @@ class Operand:
         if source is None:
             return _Operand(None, 0, 0, 0, None, memory)
         shape = (self.depth, self.vectors) if self.columns else (self.vectors, self.depth)
-        place, stride = rows_of("int16 operand: x", source, shape, kept_dtype(source))
+        place, stride = rows_of("int16 operand: x", source, shape, saved_dtype(source))
         sums = address("int16 operand: sums", self.sums, self.vectors)
         return _Operand(place, is_bf16(source), stride, int(self.columns), sums, memory)
 
@@ -123,7 +122,7 @@ def pack(
     count, width = x.shape
     row_operand = Operand(_memory(count, width, rows), count, width, rows) if rows else None
     column_operand = Operand(_memory(width, count, columns), width, count, columns) if columns else None
-    place, stride = rows_of("int16 operand: x", x, (count, width), kept_dtype(x))
+    place, stride = rows_of("int16 operand: x", x, (count, width), saved_dtype(x))
     native.kernels().int16_pack(
         *(place, is_bf16(x), stride, count, width),
         *(row_operand and row_operand._address(), _ROLES[rows or "left"]),
@@ -133,15 +132,18 @@ def pack(
     return row_operand, column_operand
 
 
-def pack_activated(h: Tensor, bias: Tensor | None, kind: str) -> Operand:
-    """The rows of activation(h + bias) for the left side; they are packed as they are computed, and never written."""
+def pack_activated(h: Tensor, bias: Tensor | None, activation: int) -> Operand:
+    """The rows of activation(h + bias) for the left side; they are packed as they are computed, and never written.
+
+    `activation` is its number in csrc/kernels/activation.h.
+    """
     require("pack_activated", h.shape, h=h)
     h = _checked(h)
     (bias,), (rows, cols) = contiguous(bias), h.shape
     operand = Operand(_memory(rows, cols, "left"), rows, cols, "left")
     place, stride = rows_of("pack_activated: h", h, (rows, cols))
     bias_place = address("pack_activated: bias", bias, cols)
-    native.kernels().int16_pack_activated(place, bias_place, KINDS[kind], stride, rows, cols, operand._address())
+    native.kernels().int16_pack_activated(place, bias_place, activation, stride, rows, cols, operand._address())
     return operand
 
 

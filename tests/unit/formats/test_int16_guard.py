@@ -9,16 +9,23 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from cputrain.ops import arithmetic as module
-from cputrain.ops.arithmetic import Arithmetic
+from cputrain.formats import FORMATS
+from cputrain.formats import int16_guard as module
+from cputrain.formats.int16_guard import Guard
 from cputrain.ops.linear import linear
+
+_KINDS = {True: "int16", False: "fp32"}
+
+
+def _kind(call):
+    return _KINDS[call.watch.is_int16]
 
 
 class Layer:
     """A linear layer whose input has a huge feature, which its weight ignores if it is `spoiled`."""
 
     def __init__(self, spoiled="forward product"):
-        self.arithmetic = Arithmetic("int16")
+        self.format = FORMATS["int16"]()
         self.kinds = []  # of its forwards, those that a checkpoint repeats included
         self.x, self.w = torch.randn(32, 64), torch.randn(48, 64)
         self.dy = torch.randn(32, 48)
@@ -34,9 +41,9 @@ class Layer:
         return checkpoint(self._run, self.x, self.w, use_reentrant=reentrant)
 
     def _run(self, x, w):
-        y = linear(x, w, None, self.arithmetic)
+        y = linear(x, w, None, self.format)
         grad_fn = y.grad_fn
-        self.kinds.append(grad_fn.call.kind if grad_fn is not None else self.arithmetic._kind_now())
+        self.kinds.append(_kind(grad_fn.call) if grad_fn is not None else _KINDS[not self.format.guard.returned])
         return y
 
     def step(self, reentrant=None):
@@ -52,7 +59,7 @@ def reentrant(request):
 def test_the_step_after_the_one_that_found_it_is_fp32(reentrant, spoiled):
     layer = Layer(spoiled)
     layer.step(reentrant)
-    assert spoiled in str(layer.arithmetic.trouble) and set(layer.kinds) == {"int16"}
+    assert spoiled in str(layer.format.guard.trouble) and set(layer.kinds) == {"int16"}
     layer.kinds.clear()
     layer.step(reentrant)
     assert set(layer.kinds) == {"fp32"}
@@ -77,7 +84,7 @@ def test_a_checkpoint_that_waits_is_not_forgotten():
     second.backward(layer.dy)
     third.backward(layer.dy)
     assert set(layer.kinds) == {"int16"}
-    assert layer.forward().grad_fn.call.kind == "fp32"
+    assert _kind(layer.forward().grad_fn.call) == "fp32"
 
 
 def test_a_graph_that_nobody_uses_holds_nothing_up():
@@ -110,27 +117,27 @@ def test_tensors_that_are_kept_elsewhere():
 def test_a_copy_returns_by_itself():
     layer = Layer()
     y = layer.forward(reentrant=False)
-    twin = copy.deepcopy(layer.arithmetic)
-    assert (twin.begin().kind, layer.arithmetic.begin().kind) == ("fp32", "int16")
+    twin = copy.deepcopy(layer.format)
+    assert (_kind(twin.begin()), _kind(layer.format.begin())) == ("fp32", "int16")
     y.backward(layer.dy)
 
 
 def test_repetitions_neither_count_nor_look(reentrant, monkeypatch):
     """A checkpointed training looks as often as another one, at the same three products."""
     looks = []
-    judge = Arithmetic.judge
-    monkeypatch.setattr(Arithmetic, "judge", lambda self, what, *of: looks.append(what) or judge(self, what, *of))
+    judge = Guard.judge
+    monkeypatch.setattr(Guard, "judge", lambda self, what, *of: looks.append(what) or judge(self, what, *of))
     monkeypatch.setattr(module, "LOOK_EVERY", 3)
     layer = Layer(spoiled="")
     for _ in range(6):
         layer.step(reentrant)
-    assert layer.arithmetic.forwards == 6
+    assert layer.format.guard.forwards == 6
     assert looks == ["a forward product", "an input gradient", "a weight gradient"] * 2
 
 
 def test_gradients_are_looked_at_although_an_evaluation_had_the_look(monkeypatch):
     looks = []
-    monkeypatch.setattr(Arithmetic, "judge", lambda self, what, *of: looks.append(what))
+    monkeypatch.setattr(Guard, "judge", lambda self, what, *of: looks.append(what))
     layer = Layer(spoiled="")
     with torch.no_grad():
         layer.forward()

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor
 
 from cputrain import __version__, hardware, native, user_folders
-from cputrain.ops.arithmetic import Arithmetic, Kind
-from cputrain.ops.linear import OutputGradient, forward_product
+from cputrain.formats import FORMATS, Bf16, Dense, Fp32, Int16
 
 logger = logging.getLogger("cputrain")
 
@@ -49,32 +48,32 @@ _found: dict[str, float | None] = {}  # by this process
 
 def bf16_pays() -> bool:
     """Whether this CPU multiplies bf16 itself, and not slower than fp32."""
-    return hardware.has_bf16() and pays("native_bf16")
+    return hardware.has_bf16() and pays(Bf16.name)
 
 
-def pays(kind: Kind) -> bool:
-    """Whether `kind` is to be used. int16 is unless it is clearly slower; bf16 may be half as fast without AMX."""
-    speed = ratio(kind)
+def pays(name: str) -> bool:
+    """Whether this format is to be used. int16 is unless it is clearly slower; bf16 may be half as fast without AMX."""
+    speed = ratio(name)
     if speed is not None:
         return speed >= 1
-    return kind == "int16" or bool(FAST_BF16 & set(hardware.this_machine().instruction_sets.value))
+    return name == Int16.name or bool(FAST_BF16 & set(hardware.this_machine().instruction_sets.value))
 
 
-def ratio(kind: Kind) -> float | None:
-    """Time of fp32 over the time of `kind`: above 1 if it pays, None if the measurement wasn't clear."""
-    name = _key(kind)
-    if name not in _found:
-        _found[name] = _read().get(name)
-        if _found[name] is None:
-            _found[name] = found = measure(kind)
+def ratio(name: str) -> float | None:
+    """Time of fp32 over the time of this format: above 1 if it pays, None if the measurement wasn't clear."""
+    key = _key(name)
+    if key not in _found:
+        _found[key] = _read().get(key)
+        if _found[key] is None:
+            _found[key] = found = measure(name)
             if found is not None:
-                _found[name] = round(found, 3)
-                _write(_read() | {name: round(found, 3)})
-    return _found[name]
+                _found[key] = round(found, 3)
+                _write(_read() | {key: round(found, 3)})
+    return _found[key]
 
 
-def measure(kind: Kind) -> float | None:
-    """Half a second of CPU time, less if it is soon clear that `kind` is faster."""
+def measure(name: str) -> float | None:
+    """Half a second of CPU time, less if it is soon clear that this format is faster."""
     generator = torch.Generator().manual_seed(0)
     x, w, dy = (
         torch.randn(*size, generator=generator, dtype=torch.float32)
@@ -84,7 +83,7 @@ def measure(kind: Kind) -> float | None:
     rounds: list[float] = []
     with torch.no_grad(), torch.autocast("cpu", enabled=False), _one_thread():
         while not (whole := time.thread_time() >= begin + _SECONDS) and not _is_faster(rounds):
-            found = _round(kind, (x, w, dy), end)
+            found = _round(name, (x, w, dy), end)
             if found is None:
                 break
             rounds.append(found)
@@ -101,16 +100,16 @@ def _is_faster(rounds: list[float]) -> bool:
     return len(rounds) >= _FEWEST_ROUNDS and sum(ratio < 1 for ratio in rounds) <= len(rounds) // _FEWEST_ROUNDS
 
 
-def _round(kind: Kind, operands: tuple[Tensor, Tensor, Tensor], end: float) -> float | None:
-    """fp32 and `kind` in turns; of each product the best time. None if the time is over."""
-    times: dict[Kind, list[tuple[float, ...]]] = {"fp32": [], kind: []}
+def _round(name: str, operands: tuple[Tensor, Tensor, Tensor], end: float) -> float | None:
+    """fp32 and this format in turns; of each product the best time. None if the time is over."""
+    times: dict[str, list[tuple[float, ...]]] = {Fp32.name: [], name: []}
     for _ in range(_REPETITIONS):
         if time.perf_counter() > end:
             return None
         for side, of_side in times.items():
             of_side.append(_seconds(side, *operands))
     best = {side: sum(map(min, zip(*of_side, strict=True))) for side, of_side in times.items()}
-    return best["fp32"] / best[kind]
+    return best[Fp32.name] / best[name]
 
 
 @contextmanager
@@ -123,27 +122,27 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def _seconds(kind: Kind, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, ...]:
+def _seconds(name: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, ...]:
     """CPU time of each product: short enough that many are never interrupted."""
-    call = Arithmetic(kind, forwards=1).begin()
+    call, weight = FORMATS[name]().start().beside(), Dense(w)
     times = [time.thread_time()]
-    _, kept = forward_product(x, w, None, call)
+    _, saved = call.forward(x, weight, None)
     times.append(time.thread_time())
-    gradient = OutputGradient(dy, call, need_w=True)
-    gradient.of_input(w)
+    gradient = call.output_grad(dy, weight=True)
+    gradient.input(weight)
     times.append(time.thread_time())
-    gradient.of_weight(kept, w.shape[1])
+    gradient.weight(weight, saved)
     times.append(time.thread_time())
     return tuple(after - before for before, after in itertools.pairwise(times))
 
 
-def _key(kind: Kind) -> str:
+def _key(name: str) -> str:
     machine = hardware.this_machine()
     limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
     # "by CPU time": what earlier versions measured by wall time could be off by half, and is not read any more.
     return " | ".join(
         (machine.model.value, native.kernels().isa, f"cputrain {__version__}",
-         f"torch {torch.__version__}", *limits, "by CPU time", kind)
+         f"torch {torch.__version__}", *limits, "by CPU time", name)
     )  # fmt: skip
 
 

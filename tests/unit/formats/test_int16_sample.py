@@ -1,5 +1,4 @@
-"""The look at a sample of int16 products, which stays quiet on ordinary numbers and finds a layer that int16 spoils;
-and what is kept in bf16."""
+"""The look at a sample of int16 products, which stays quiet on ordinary numbers and finds a layer that int16 spoils."""
 
 from __future__ import annotations
 
@@ -9,10 +8,9 @@ import pickle
 import pytest
 import torch
 
-from cputrain.ops import arithmetic as module
-from cputrain.ops import int16_sample
-from cputrain.ops.arithmetic import Arithmetic, kept_as_float, rounded, sampled_error
-from cputrain.ops.layer_norm import layer_norm_forward
+from cputrain.formats import FORMATS, Int16, int16_guard, int16_sample
+from cputrain.formats.int16_guard import Guard
+from cputrain.formats.int16_sample import sampled_error
 from cputrain.ops.linear import linear
 
 
@@ -36,18 +34,18 @@ _ORDINARY = [
 
 @pytest.mark.parametrize("make", _ORDINARY)
 def test_ordinary_numbers_give_no_trouble(make):
-    arithmetic = Arithmetic("int16")
+    format = FORMATS["int16"]()
     x, w = make(96, 300).requires_grad_(), make(64, 300).requires_grad_()
-    linear(x, w, None, arithmetic).backward(torch.randn(96, 64))
-    assert arithmetic.trouble is None
+    linear(x, w, None, format).backward(torch.randn(96, 64))
+    assert format.guard.trouble is None
 
 
 def test_a_spoiled_forward_returns_to_fp32(caplog):
-    arithmetic = Arithmetic("int16")
+    format = FORMATS["int16"]()
     x, w = _spoiled()
     exact = (x.double() @ w.double().t()).float()
-    first, second = (linear(x, w, None, arithmetic) for _ in range(2))
-    assert "forward product" in str(arithmetic.trouble) and "return to fp32" in caplog.text
+    first, second = (linear(x, w, None, format) for _ in range(2))
+    assert "forward product" in str(format.guard.trouble) and "return to fp32" in caplog.text
     assert (first - exact).norm() > 100 * (second - exact).norm()
     torch.testing.assert_close(second, exact, rtol=1e-4, atol=1e-4)
 
@@ -60,9 +58,9 @@ def test_spoiled_gradients_are_found_too(what, gradient_of):
     else:  # sums over tokens
         dy[5], x[5] = 3e5, 0.0
     x.requires_grad_(gradient_of == "x"), w.requires_grad_(gradient_of == "w")
-    arithmetic = Arithmetic("int16")
-    linear(x, w, None, arithmetic).backward(dy)
-    assert what in str(arithmetic.trouble)
+    format = FORMATS["int16"]()
+    linear(x, w, None, format).backward(dy)
+    assert what in str(format.guard.trouble)
 
 
 WIDE = 1024  # of most models, the width is a multiple of the sample's size
@@ -85,11 +83,11 @@ def _outlier(product, side):
 def test_one_spoiled_vector_among_many_is_found_at_once(product, side):
     x, w, dy = _outlier(product, side)
     x.requires_grad_(product == "input gradient"), w.requires_grad_(product == "weight gradient")
-    arithmetic = Arithmetic("int16")
-    y = linear(x, w, None, arithmetic)
+    format = FORMATS["int16"]()
+    y = linear(x, w, None, format)
     if y.requires_grad:
         y.backward(dy)
-    assert product in str(arithmetic.trouble)
+    assert product in str(format.guard.trouble)
 
 
 def _hidden_among_outliers(place):
@@ -103,11 +101,11 @@ def _hidden_among_outliers(place):
 @pytest.mark.parametrize("place", [0, 1, 500, WIDE - 1])
 def test_a_spoiled_vector_that_does_not_stand_out_is_found_in_time(place):
     x, w = _hidden_among_outliers(place)
-    arithmetic = Arithmetic("int16")
+    format = FORMATS["int16"]()
     for look in range(3 * WIDE // int16_sample.SPREAD):
-        arithmetic.forwards = look * module.LOOK_EVERY
-        linear(x, w, None, arithmetic)
-        if arithmetic.trouble:
+        format.guard.forwards = look * int16_guard.LOOK_EVERY
+        linear(x, w, None, format)
+        if format.guard.trouble:
             return
     raise AssertionError("not found")
 
@@ -141,13 +139,13 @@ def test_what_no_format_can_compute_is_not_judged():
 
 def test_looks_only_now_and_then(monkeypatch):
     looked = []
-    monkeypatch.setattr(module, "sampled_error", lambda *a: looked.append(a) or (0.0, 1.0))
-    arithmetic = Arithmetic("int16")
-    for _ in range(2 * module.LOOK_EVERY):
-        linear(torch.randn(3, 4), torch.randn(5, 4), None, arithmetic)
+    monkeypatch.setattr(int16_guard, "sampled_error", lambda *a: looked.append(a) or (0.0, 1.0))
+    format = FORMATS["int16"]()
+    for _ in range(2 * int16_guard.LOOK_EVERY):
+        linear(torch.randn(3, 4), torch.randn(5, 4), None, format)
     assert len(looked) == 2
     for left, right in looked:
-        assert len(left) <= module.SAMPLE and len(right) <= module.SAMPLE
+        assert len(left) <= int16_sample.SAMPLE and len(right) <= int16_sample.SAMPLE
 
 
 def test_sampled_error_is_that_of_the_kernel():
@@ -160,66 +158,11 @@ def test_the_users_random_numbers_stay():
     torch.manual_seed(3)
     expected = torch.rand(1)
     torch.manual_seed(3)
-    linear(torch.ones(30, 8), torch.ones(20, 8), None, Arithmetic("int16"))
+    linear(torch.ones(30, 8), torch.ones(20, 8), None, FORMATS["int16"]())
     assert torch.equal(torch.rand(1), expected)
 
 
 def test_copies_know_and_pickles_forget():
-    arithmetic = Arithmetic("int16", 5, "why")
-    assert copy.deepcopy(arithmetic) == arithmetic
-    assert pickle.loads(pickle.dumps(arithmetic)) is None  # noqa: S301
-
-
-def test_what_two_operators_keep_is_kept_once():
-    call, x = Arithmetic("bf16").begin(), torch.randn(6, 8)
-    kept, _ = call.keep(x)
-    assert call.keep(x.view(2, 3, 8))[0].data_ptr() == kept.data_ptr()
-    x.add_(1)  # a change must not go unnoticed
-    other = torch.randn(6, 8)
-    for y in (x, x.view(3, 16), other, other.t(), other[:3]):
-        assert torch.equal(call.keep(y)[0], y.bfloat16())
-        assert torch.equal(kept_as_float(call.keep(y)), y.bfloat16().float())
-
-
-@pytest.mark.parametrize("with_weight", [True, False])
-def test_a_norms_result_is_kept_as_its_backward_keeps_it(isa, threads, with_weight):
-    """And read again within what rounding the normalised values costs; products in bf16 get the result itself."""
-    for rows, features in ((1, 1), (7, 63), (65, 65), (300, 130)):
-        x = torch.randn(rows, features)
-        weight, bias = torch.randn(2, features) if with_weight else (None, None)
-        out, _, _, normed = layer_norm_forward(x, weight, bias, 1e-5, torch.bfloat16)
-        kept = Arithmetic("bf16").begin().keep(out)
-        assert kept[0].data_ptr() == normed.data_ptr()
-        size = (out if bias is None else out - bias).abs()
-        assert ((kept_as_float(kept) - out).abs() <= size / 256 + 1e-6).all()
-        (operand,) = Arithmetic("native_bf16").begin().keep(out)
-        assert torch.equal(operand, out.bfloat16())
-        if weight is not None:  # a copy: the parameter may change or be gone by then
-            before = kept_as_float(kept).clone()
-            weight.zero_()
-            assert torch.equal(kept_as_float(kept), before)
-
-
-@pytest.mark.parametrize("kind", ["fp32", "bf16", "native_bf16"])
-def test_what_is_kept_has_one_form(kind):
-    """A checkpoint that runs the forward again finds other neighbours, and must find as many tensors, of one kind."""
-    out = layer_norm_forward(torch.randn(6, 8), None, None, 1e-5, Arithmetic(kind).storage)[0]
-    after_norm, alone = Arithmetic(kind).begin().keep(out), Arithmetic(kind).begin().keep(out.clone())
-    assert [(t.shape, t.dtype) for t in after_norm] == [(t.shape, t.dtype) for t in alone]
-
-
-def test_keeping_holds_no_graph():
-    x = torch.randn(4, 4, requires_grad=True)
-    y = (x * 2).contiguous()
-    Arithmetic("bf16").begin().keep(y)
-    assert module._last.source is not None and module._last.source.grad_fn is None
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 63), (65, 65), (300, 130), (0, 8), (3, 0)])
-def test_rounded_with_its_bias(isa, threads, shape):
-    x, bias = torch.randn(shape), torch.randn(shape[1])
-    if x.numel() > 10:
-        x.view(-1)[:4] = torch.tensor([torch.nan, torch.inf, -torch.inf, 1e-40])
-    for given in (None, bias):
-        expected = (x if given is None else x + given).bfloat16()
-        torch.testing.assert_close(rounded(x, given), expected, rtol=0, atol=0, equal_nan=True)
+    format = Int16(Guard(5, "why"))
+    assert copy.deepcopy(format).guard == format.guard and copy.deepcopy(format).guard is not format.guard
+    assert pickle.loads(pickle.dumps(format)) is None  # noqa: S301

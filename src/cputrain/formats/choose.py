@@ -1,6 +1,6 @@
 """Which number format a model computes in: a decision with its reason.
 
-`auto` follows from the instruction sets; a short measurement (product_speed.py) may only veto it. All processes of one
+`auto` follows from the instruction sets; a short measurement (speed.py) may only veto it. All processes of one
 job compute in what the first of them chose, whether or not they have a process group yet.
 """
 
@@ -14,8 +14,8 @@ from functools import cache
 
 import torch
 
-from cputrain import attempt, hardware, product_speed
-from cputrain.ops.arithmetic import Kind
+from cputrain import attempt, hardware
+from cputrain.formats import Bf16, Bf16Saved, Fp32, Int16, speed
 
 logger = logging.getLogger("cputrain")
 
@@ -26,10 +26,10 @@ _told: set[str] = set()
 
 @dataclass(frozen=True)
 class Choice:
-    """What the user will hear (`dtype`: fp32, bf16 or int16), what the layers do (`kind`), and why."""
+    """What the user will hear (`dtype`: fp32, bf16 or int16), what the layers do (`format`, its name), and why."""
 
     dtype: str
-    kind: Kind
+    format: str
     reason: str
 
 
@@ -39,9 +39,9 @@ def choose(dtype: str | torch.dtype) -> Choice:
     if name == "auto":
         return _agreed()
     if name == "fp32":
-        return Choice("fp32", "fp32", "asked for")
+        return Choice("fp32", Fp32.name, "asked for")
     if name == "int16":
-        return Choice("int16", "int16", "asked for: products of block-scaled 16-bit integers, everything else in fp32")
+        return Choice("int16", Int16.name, "asked for: products of block-scaled 16-bit integers, all else in fp32")
     if name == "bf16":
         return _bf16()
     raise ValueError(
@@ -50,32 +50,32 @@ def choose(dtype: str | torch.dtype) -> Choice:
 
 
 def _bf16() -> Choice:
-    if product_speed.bf16_pays():
-        return Choice("bf16", "native_bf16", "asked for: this CPU multiplies bf16 itself")
+    if speed.bf16_pays():
+        return Choice("bf16", Bf16.name, "asked for: this CPU multiplies bf16 itself")
     lacks = "has no bf16"
     if hardware.has_bf16():
-        speed = product_speed.ratio("native_bf16")
-        how = f"at only {speed:.2f} × fp32's speed" if speed is not None else "at a speed that wasn't clear"
+        ratio = speed.ratio(Bf16.name)
+        how = f"at only {ratio:.2f} × fp32's speed" if ratio is not None else "at a speed that wasn't clear"
         lacks = f"multiplies bf16 {how}"
-    speed = product_speed.ratio("int16")
-    clear = speed is not None and speed > 1
-    better = f"; dtype='int16' is more exact, and its products are {speed:.2f} × as fast" if clear else ""
+    ratio = speed.ratio(Int16.name)
+    clear = ratio is not None and ratio > 1
+    better = f"; dtype='int16' is more exact, and its products are {ratio:.2f} × as fast" if clear else ""
     reason = f"asked for: {_cpu()} {lacks}, so activations are kept as bf16 and products run in fp32{better}"
     _say_once(f"bf16 was {reason}")
-    return Choice("bf16", "bf16", reason)
+    return Choice("bf16", Bf16Saved.name, reason)
 
 
 def tell(choice: Choice) -> None:
     """Says once what `auto` chose, and why. fp32 surprises nobody."""
     if choice.reason.startswith(AUTO) and choice.reason not in _told:
         _told.add(choice.reason)
-        level = logging.INFO if choice.kind == "fp32" else logging.WARNING
+        level = logging.INFO if choice.format == Fp32.name else logging.WARNING
         why = choice.reason.removeprefix(AUTO)
         logger.log(level, "the model computes in %s: %s (dtype='fp32' keeps stock's arithmetic)", choice.dtype, why)
 
 
 def note_told(choice: Choice) -> None:
-    """Somebody has said it in words of their own."""
+    """Another part of cputrain has said it already."""
     _told.add(choice.reason)
 
 
@@ -84,27 +84,27 @@ def automatic(measured: bool = True) -> Choice:
     """The fastest format on this CPU that is at least as exact as bf16."""
     sets = hardware.this_machine().instruction_sets.value
     slow: list[str] = []
-    candidates: list[tuple[str, Kind, str]] = []
+    candidates: list[tuple[str, str, str]] = []
     if "avx2" in sets:
         has = "AVX-512" if "avx512bw" in sets else "AVX2"
         other = "and bf16, which would be less exact and no faster" if hardware.has_bf16() else "but no bf16"
-        candidates.append(("int16", "int16", f"{_cpu()} has {has} {other}"))
+        candidates.append(("int16", Int16.name, f"{_cpu()} has {has} {other}"))
     if hardware.has_bf16():
         # AVX512_BF16 alone multiplies bf16 no faster than VNNI multiplies int16, which is more exact, and on some CPUs
         # slower than fp32: int16 comes first there (docs/precision.md has the figures).
-        place = 0 if set(sets) & product_speed.FAST_BF16 else len(candidates)
-        candidates.insert(place, ("bf16", "native_bf16", f"{_cpu()} multiplies bf16 itself"))
-    for dtype, kind, why in candidates:
+        place = 0 if set(sets) & speed.FAST_BF16 else len(candidates)
+        candidates.insert(place, ("bf16", Bf16.name, f"{_cpu()} multiplies bf16 itself"))
+    for dtype, format, why in candidates:
         if not measured:
-            return Choice(dtype, kind, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
-        speed = product_speed.ratio(kind)
-        if product_speed.pays(kind):
+            return Choice(dtype, format, f"{AUTO}{why}; not measured: the ranks have no way yet to agree on a result")
+        ratio = speed.ratio(format)
+        if speed.pays(format):
             vetoed = f" ({', '.join(slow)})" if slow else ""
-            found = f"measured {speed:.2f} × fp32" if speed is not None else "a measurement wasn't clear"
-            return Choice(dtype, kind, f"{AUTO}{why}; {found}{vetoed}")
-        slow.append(f"{dtype} only {speed:.2f} × fp32" if speed is not None else f"{dtype} not clearly")
+            found = f"measured {ratio:.2f} × fp32" if ratio is not None else "a measurement wasn't clear"
+            return Choice(dtype, format, f"{AUTO}{why}; {found}{vetoed}")
+        slow.append(f"{dtype} only {ratio:.2f} × fp32" if ratio is not None else f"{dtype} not clearly")
     found = f": measured {' and '.join(slow)}" if slow else ", which has neither bf16 nor AVX2"
-    return Choice("fp32", "fp32", f"{AUTO}nothing is faster on {_cpu()}{found}")
+    return Choice("fp32", Fp32.name, f"{AUTO}nothing is faster on {_cpu()}{found}")
 
 
 def _agreed() -> Choice:
@@ -124,8 +124,8 @@ def _agreed() -> Choice:
     if rank == 0:
         store.set(key, json.dumps(asdict(automatic())))
     choice = Choice(**json.loads(store.get(key)))
-    if choice.kind == "native_bf16" and not hardware.has_bf16():
-        return Choice("bf16", "bf16", f"{AUTO}rank 0 chose bf16, which {_cpu()} only stores")
+    if choice.format == Bf16.name and not hardware.has_bf16():
+        return Choice("bf16", Bf16Saved.name, f"{AUTO}rank 0 chose bf16, which {_cpu()} only stores")
     return choice
 
 

@@ -21,7 +21,7 @@ import torch  # also brings the OpenMP runtime that the library's symbols resolv
 
 from cputrain import __version__, hardware
 
-LIBRARY = Path(__file__).parent / "lib" / "libcputrain_native.so"
+LIBRARY = Path(__file__).parents[1] / "lib" / "libcputrain_native.so"
 
 _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
     ctypes.c_void_p,

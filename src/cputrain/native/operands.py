@@ -45,12 +45,12 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
 
 
 def is_bf16(tensor: Tensor) -> int:
-    """The flag by which kernels are told how something was kept."""
+    """The flag by which kernels are told how something was saved."""
     return int(tensor.dtype == torch.bfloat16)
 
 
-def kept_dtype(tensor: Tensor) -> torch.dtype:
-    """What `address` is to expect of something that was kept, as float or as bf16: `is_bf16` tells the kernel which."""
+def saved_dtype(tensor: Tensor) -> torch.dtype:
+    """What `address` expects of something that was saved, as float or as bf16; `is_bf16` tells the kernel which."""
     return torch.bfloat16 if tensor.dtype == torch.bfloat16 else torch.float32
 
 

@@ -1,7 +1,7 @@
 """Buffers that an operator fills and reads within one call, kept for the next.
 
-Where activations are kept as bf16, the floats that they were made from are needed no longer than that. Allocated anew,
-they would leave holes between what is kept, and the process would grow as if they were kept too.
+Where activations are saved as bf16, the floats that they were made from are needed no longer than that. Allocated anew,
+they would leave holes between what is saved, and the process would grow as if they were saved too.
 """
 
 from __future__ import annotations
