@@ -66,7 +66,7 @@ def _gradients(outputs, inputs, grads) -> None:
 def layer_norm() -> Iterator[Case]:
     import torch
 
-    from cputrain.ops.layer_norm import layer_norm_backward, layer_norm_forward, plain
+    from cputrain.ops.norm import layer_norm_forward, norm_backward, plain
 
     for rows, cols in SIZES:
         x, grad = torch.randn(rows, cols), torch.randn(rows, cols)
@@ -77,28 +77,28 @@ def layer_norm() -> Iterator[Case]:
             lambda x=x, w=weight, b=bias: plain(x, w, b, 1e-5),
             bytes_moved=2 * x.nbytes,
         )
-        _, mean, rstd = layer_norm_forward(x, weight, bias, 1e-5)
+        _, mean, rstd, _ = layer_norm_forward(x, weight, bias, 1e-5)
         leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
         out = plain(*leaves, 1e-5)
         yield Case(
             _name("layer_norm backward", rows, cols),
-            lambda g=grad, x=x, m=mean, r=rstd, w=weight: layer_norm_backward(g, x, m, r, w),
+            lambda g=grad, x=x, m=mean, r=rstd, w=weight: norm_backward(g, x, m, r, w, want_bias=False),
             lambda out=out, leaves=leaves, g=grad: _gradients(out, leaves, g),
             bytes_moved=3 * x.nbytes,
         )
 
 
 @kernel
-def post_norm() -> Iterator[Case]:
+def residual_norm() -> Iterator[Case]:
     import torch
 
-    from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
+    from cputrain.ops.norm import norm_backward, residual_norm_forward
 
     for rows, cols in SIZES:
         y, residual, grad = (torch.randn(rows, cols) for _ in range(3))
         bias, weight, beta = (torch.randn(cols) for _ in range(3))
         for p in (0.1, 0.0):
-            _, mean, rstd, _ = post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
+            _, mean, rstd, _ = residual_norm_forward(y, bias, residual, weight, beta, 1e-5, p, 1)
             leaves = [t.clone().requires_grad_() for t in (y, bias, residual, weight, beta)]
 
             def twin(leaves=leaves, p=p):
@@ -107,15 +107,15 @@ def post_norm() -> Iterator[Case]:
                 return torch.nn.functional.layer_norm(z, z.shape[-1:], *leaves[3:], 1e-5)
 
             yield Case(
-                _name(f"post_norm p={p}", rows, cols),
-                lambda y=y, r=residual, b=bias, w=weight, e=beta, p=p: post_norm_forward(y, b, r, w, e, 1e-5, p, 1),
+                _name(f"residual_norm p={p}", rows, cols),
+                lambda y=y, r=residual, b=bias, w=weight, e=beta, p=p: residual_norm_forward(y, b, r, w, e, 1e-5, p, 1),
                 twin,
                 bytes_moved=4 * y.nbytes,
             )
             kept = twin()
             yield Case(
-                _name(f"post_norm backward p={p}", rows, cols),
-                lambda g=grad, y=y, m=mean, r=rstd, w=weight, p=p: post_norm_backward(g, y, m, r, w, p, 1),
+                _name(f"residual_norm backward p={p}", rows, cols),
+                lambda g=grad, y=y, m=mean, r=rstd, w=weight, p=p: norm_backward(g, y, m, r, w, p, 1),
                 lambda kept=kept, leaves=leaves, g=grad: _gradients(kept, leaves, g),
                 bytes_moved=(4 if p else 3) * y.nbytes,
             )

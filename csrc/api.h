@@ -1,8 +1,8 @@
 // The C interface: every kernel's prototype, and nothing else.
 //
 // Each kernel source is compiled once per instruction set; KERNEL(name) gives it the symbol
-// cputrain_<name>_<isa>. cputrain.native binds the symbols of one instruction set, with the same argument
-// types: a test compares its table with this file.
+// cputrain_<name>_<isa>. cputrain.native binds the symbols of one instruction set, with the same
+// argument types: a test compares its table with this file.
 //
 // Conventions: matrices are row-major float; `rows`, `cols` are sizes, `…_stride` is in elements.
 // Pointers may be null where the comment says "or null". Kernels take no ownership, check nothing
@@ -62,22 +62,22 @@ CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, con
 
 // z = residual + dropout(y + bias), out = LayerNorm(z). bias, weight, beta or null. z may be y; if
 // `kept` receives the normalised z, z itself is not written and may be null.
-CPUTRAIN_EXPORT void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
-                                       const float* weight, const float* beta, float* z, void* kept,
-                                       float* out, float* mean, float* rstd, int64_t rows,
-                                       int64_t cols, float eps, float p, uint64_t key);
+CPUTRAIN_EXPORT void KERNEL(residual_norm)(const float* y, const float* bias, const float* residual,
+                                           const float* weight, const float* beta, float* z,
+                                           void* kept, float* out, float* mean, float* rstd,
+                                           int64_t rows, int64_t cols, float eps, float p,
+                                           uint64_t key);
 
 // The gradient of both: grad_z = LayerNorm's gradient + grad_sum (what reached z by another way, or
 // null), grad_y = grad_z · dropout factors (or null if p is 0), grad_bias = column sums of that. If
 // it was kept as bf16, z is what was normalised, and mean isn't read. weight, grad_weight,
 // grad_beta, grad_bias or null. grad_z may be grad_out.
-CPUTRAIN_EXPORT void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t bf16,
-                                                 const float* mean, const float* rstd,
-                                                 const float* weight, const float* grad_sum,
-                                                 float* grad_z, float* grad_y, float* grad_weight,
-                                                 float* grad_beta, float* grad_bias, int64_t rows,
-                                                 int64_t cols, float p, uint64_t key,
-                                                 Scratch* scratch);
+CPUTRAIN_EXPORT void KERNEL(norm_backward)(const float* grad_out, const void* z, int64_t bf16,
+                                           const float* mean, const float* rstd,
+                                           const float* weight, const float* grad_sum,
+                                           float* grad_z, float* grad_y, float* grad_weight,
+                                           float* grad_beta, float* grad_bias, int64_t rows,
+                                           int64_t cols, float p, uint64_t key, Scratch* scratch);
 
 // Where in `ids` the first one outside 0 … limit - 1 is, or -1.
 CPUTRAIN_EXPORT void KERNEL(find_outside)(const int64_t* ids, int64_t count, int64_t limit,

@@ -122,8 +122,8 @@ class Guarded {
 };
 using Floats = Guarded<float>;
 
-// Calls a kernel as cputrain.native does: without working memory it must say how much it needs and do
-// nothing else; then it gets exactly that.
+// Calls a kernel as cputrain.native does: without working memory it must say how much it needs and
+// do nothing else; then it gets exactly that.
 template <class Kernel>
 void with_scratch(Kernel kernel) {
   Scratch none = {nullptr, 0, 0};

@@ -121,7 +121,7 @@ void norm(Random& random, int64_t rows, int64_t cols) {
     Floats z(n), out(n), mean(rows), rstd(rows);
     Guarded<uint16_t> kept(n);
     if (joins)
-      CALL(post_norm, y, bias.if_wanted(has_bias), residual, w, b, z.if_wanted(!keeps),
+      CALL(residual_norm, y, bias.if_wanted(has_bias), residual, w, b, z.if_wanted(!keeps),
            kept.if_wanted(keeps), out, mean, rstd, rows, cols, 1e-5f, p, key);
     else
       CALL(layer_norm, y, w, b, out, kept.if_wanted(keeps), mean, rstd, rows, cols, 1e-5f);
@@ -132,9 +132,9 @@ void norm(Random& random, int64_t rows, int64_t cols) {
     Floats grad_z(n), grad_y(n), grad_weight(cols), grad_beta(cols), grad_bias(cols);
     const bool wants_bias = joins;
     with_scratch([&](Scratch* scratch) {
-      CALL(layer_norm_backward, grad, keeps ? (const void*)kept.data() : z.data(), keeps, mean,
-           rstd, w, also.if_wanted(has_sum), grad_z, grad_y.if_wanted(p > 0), grad_weight,
-           grad_beta, grad_bias.if_wanted(wants_bias), rows, cols, p, key, scratch);
+      CALL(norm_backward, grad, keeps ? (const void*)kept.data() : z.data(), keeps, mean, rstd, w,
+           also.if_wanted(has_sum), grad_z, grad_y.if_wanted(p > 0), grad_weight, grad_beta,
+           grad_bias.if_wanted(wants_bias), rows, cols, p, key, scratch);
     });
     std::vector<double> sums(cols);
     for (int64_t i = 0; i < n; i++) sums[i % cols] += grad[i];

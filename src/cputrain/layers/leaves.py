@@ -10,8 +10,8 @@ from cputrain.layers.activations import activation_kind, known_kind
 from cputrain.layers.patch import Patches, bias_size_obstacle, format_of, step_aside, tensor_obstacle, untouched
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
-from cputrain.ops.layer_norm import layer_norm
 from cputrain.ops.linear import flat, linear
+from cputrain.ops.norm import layer_norm
 from cputrain.stand_in import computed
 
 # Below this many elements a stock call is over before ours has checked its arguments.

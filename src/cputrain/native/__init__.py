@@ -64,8 +64,8 @@ SIGNATURES = {
     "embedding_grad": "ppp" + "iii",
     "find_outside": "piip",
     "layer_norm": "ppppppp" + "iif",
-    "layer_norm_backward": "ppippppppppp" + "iifks",
-    "post_norm": "pppppppppp" + "iiffk",
+    "norm_backward": "ppippppppppp" + "iifks",
+    "residual_norm": "pppppppppp" + "iiffk",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE, "s": _POINTER}
 

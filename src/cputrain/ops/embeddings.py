@@ -13,7 +13,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.native.operands import address, contiguous, require
-from cputrain.ops import layer_norm
+from cputrain.ops import norm
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 
@@ -176,5 +176,5 @@ def plain(
         for table, i, padding in tables
         if table is not None
     ]
-    out = layer_norm.plain(sum(rows[1:], rows[0]), ln_weight, ln_bias, eps)
+    out = norm.plain(sum(rows[1:], rows[0]), ln_weight, ln_bias, eps)
     return out if factors is None else out * factors

@@ -18,7 +18,7 @@ from cputrain.ops.activation import Activated, activation_backward
 from cputrain.ops.activation import plain as activation_plain
 from cputrain.ops.dropout import draw_key, dropout
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
+from cputrain.ops.norm import norm_backward, residual_norm_forward
 
 
 def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, format, scratch=""):
@@ -67,7 +67,7 @@ class _FeedForwardNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_TH, weight1, bias1, weight2, bias2, norm_weight, norm_bias, kind, eps, p, key, format):
         saved, saved_h, sum_TH = _two_products(ctx, x_TH, weight1, bias1, weight2, None, kind, format, "sum")
-        out, mean, rstd, saved_sum = post_norm_forward(
+        out, mean, rstd, saved_sum = residual_norm_forward(
             sum_TH, bias2, x_TH, norm_weight, norm_bias, eps, p, key, ctx.call.saves
         )
         ctx.save_for_backward(norm_weight, saved_sum, mean, rstd, saved_h, weight1, bias1, weight2, *saved)
@@ -78,7 +78,7 @@ class _FeedForwardNorm(torch.autograd.Function):
     @fp32_backward
     def backward(ctx, grad_out):
         norm_weight, saved_sum, mean, rstd, *products = ctx.saved_tensors
-        grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = post_norm_backward(
+        grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias2 = norm_backward(
             grad_out.contiguous(), saved_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         *grads, _ = _two_products_backward(ctx, grad_y, products, add_to=grad_sum)

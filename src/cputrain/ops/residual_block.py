@@ -13,7 +13,7 @@ from cputrain.formats import FP32, Dense, Format
 from cputrain.native.operands import require, require_linear
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.post_norm import post_norm_backward, post_norm_forward
+from cputrain.ops.norm import norm_backward, residual_norm_forward
 
 
 class _ResidualBlock(torch.autograd.Function):
@@ -23,7 +23,7 @@ class _ResidualBlock(torch.autograd.Function):
         sum_TO, saved = ctx.call.forward(
             x_TI, Dense(weight), None, save=ctx.needs_input_grad[2], held=True, scratch="sum"
         )
-        out, mean, rstd, saved_sum = post_norm_forward(
+        out, mean, rstd, saved_sum = residual_norm_forward(
             sum_TO, bias, residual_TO, norm_weight, norm_bias, eps, p, key, ctx.call.saves
         )
         ctx.save_for_backward(weight, norm_weight, saved_sum, mean, rstd, *saved)
@@ -34,7 +34,7 @@ class _ResidualBlock(torch.autograd.Function):
     @fp32_backward
     def backward(ctx, grad_out):
         weight, norm_weight, saved_sum, mean, rstd, *saved = ctx.saved_tensors
-        grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias = post_norm_backward(
+        grad_sum, grad_y, grad_norm_weight, grad_norm_bias, grad_bias = norm_backward(
             grad_out.contiguous(), saved_sum, mean, rstd, norm_weight, ctx.p, ctx.key
         )
         need_x, _, need_weight = ctx.needs_input_grad[:3]

@@ -11,7 +11,7 @@ import torch
 from cputrain.formats import FORMATS, Dense, bf16_saving
 from cputrain.formats.bf16_saving import as_bf16, as_float, rounded
 from cputrain.ops.attention import Sequences
-from cputrain.ops.layer_norm import layer_norm, layer_norm_forward
+from cputrain.ops.norm import layer_norm, layer_norm_forward
 from cputrain.ops.self_attention import self_attention
 
 

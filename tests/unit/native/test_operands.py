@@ -16,7 +16,7 @@ from cputrain.native.operands import address, rows_of
 from cputrain.ops.activation import activation_backward, bias_activation
 from cputrain.ops.attention import Sequences, Settings, attention, attention_backward, attention_forward
 from cputrain.ops.embeddings import embed, embedding_grad
-from cputrain.ops.layer_norm import joined_norm_backward, layer_norm
+from cputrain.ops.norm import layer_norm, norm_backward
 from tests.unit.ops.wrong_operands import OPERATORS, trouble
 
 ROOT = Path(__file__).parents[3]
@@ -105,9 +105,9 @@ def test_gradients_that_do_not_fit_are_refused() -> None:
         with pytest.raises(ValueError, match="gradient"):
             activation_backward(grad, x, None, "gelu")
         with pytest.raises(ValueError, match="gradient"):
-            joined_norm_backward(grad, x, mean, mean, None, None, 0.0, 0, False)
+            norm_backward(grad, x, mean, mean, None)
         with pytest.raises(ValueError, match="gradient of the sum"):
-            joined_norm_backward(x, x, mean, mean, None, grad, 0.0, 0, False)
+            norm_backward(x, x, mean, mean, None, grad_sum=grad)
     for grad in wrong_gradients((4, 2, 8)):
         with pytest.raises(ValueError, match="gradient"):
             attention_backward(grad, q, q, q, out, lse, settings, into)

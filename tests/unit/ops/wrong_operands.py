@@ -18,9 +18,8 @@ from cputrain.ops.attention import Sequences, attention
 from cputrain.ops.dropout import dropout
 from cputrain.ops.embeddings import embed
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
-from cputrain.ops.layer_norm import layer_norm, residual_layer_norm
 from cputrain.ops.linear import linear
-from cputrain.ops.post_norm import post_norm
+from cputrain.ops.norm import layer_norm
 from cputrain.ops.residual_block import residual_block
 from cputrain.ops.self_attention import self_attention
 
@@ -66,14 +65,6 @@ _SIMPLE: dict[str, tuple[Operator, dict[str, tuple[int, ...]]]] = {
     "dropout": (lambda x: dropout(x, 0.0), {"x": (T, H)}),
     "bias_activation": (lambda h, b: bias_activation(h, b, "gelu"), {"h": (T, H), "bias": (H,)}),
     "layer_norm": (lambda *a: layer_norm(*a, EPS), {"x": (T, H), "weight": (H,), "bias": (H,)}),
-    "residual_layer_norm": (
-        lambda *a: torch.cat(residual_layer_norm(*a, EPS)),
-        {"x": (T, H), "residual": (T, H), "weight": (H,), "bias": (H,)},
-    ),
-    "post_norm": (
-        lambda *a: post_norm(*a, EPS, 0.0),
-        {"y": (T, H), "bias": (H,), "residual": (T, H), "weight": (H,), "beta": (H,)},
-    ),
     "attention": (
         lambda q, k, v, bias: attention(q, k, v, SEQUENCES, scale=0.3, bias=bias),
         {"q": (T, HEADS, 8), "k": (T, HEADS, 8), "v": (T, HEADS, 8), "bias": (2, HEADS, 12, 12)},

@@ -1,4 +1,7 @@
-"""LayerNorm over the last dimension, alone and after a residual sum (the start of a pre-norm block)."""
+"""LayerNorm over the last dimension: alone, and of the sum residual + dropout(y + bias) that ends a post-norm block.
+
+The sum's norm is a part of larger operators (residual_block.py, feed_forward.py); one backward serves both.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,6 @@ from torch import Tensor
 from cputrain import native
 from cputrain.formats.bf16_saving import note_normed
 from cputrain.native.operands import address, contiguous, is_bf16, require, rows_and_cols, saved_dtype
-from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
 
 
@@ -35,15 +37,7 @@ def layer_norm_forward(
     return out, mean, rstd, saved
 
 
-def layer_norm_backward(
-    grad_out: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of x, weight and bias."""
-    grad_x, _, grad_weight, grad_bias, _ = joined_norm_backward(grad_out, x, mean, rstd, weight, None, 0.0, 0, False)
-    return grad_x, grad_weight, grad_bias
-
-
-def joined_norm_forward(
+def residual_norm_forward(
     y: Tensor,
     bias: Tensor | None,
     residual: Tensor,
@@ -52,17 +46,20 @@ def joined_norm_forward(
     eps: float,
     p: float,
     key: int,
-    z: Tensor,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The LayerNorm of z = residual + dropout(y + bias), its mean and 1 / deviation.
+    saves: torch.dtype = torch.float32,
+    inplace: bool = True,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The LayerNorm of z = residual + dropout(y + bias), each row's mean and 1 / deviation, and z as it is saved.
 
-    `z` receives the sum or, if it is bf16, the normalised sum.
+    That is the sum, written over y if `inplace`, or as bf16 the normalised sum, from which the next operator makes the
+    result again.
     """
     rows, cols = rows_and_cols(y)
+    z = y if inplace and saves is torch.float32 else torch.empty_like(y, dtype=saves)
     out, mean, rstd = torch.empty_like(y), y.new_empty(rows), y.new_empty(rows)
-    bias, weight, beta = contiguous(bias, weight, beta)
-    z_address = address("norm: z", z, rows * cols, saved_dtype(z))
-    native.kernels().post_norm(
+    bias, weight, beta, residual = contiguous(bias, weight, beta, residual)  # type: ignore[assignment]
+    z_address = address("norm: z", z, rows * cols, saves)
+    native.kernels().residual_norm(
         *(address("norm: y", y, rows * cols), address("norm: bias", bias, cols)),
         address("norm: residual", residual, rows * cols),
         *(address("norm: weight", weight, cols), address("norm: beta", beta, cols)),
@@ -71,23 +68,25 @@ def joined_norm_forward(
         *(address("norm: mean", mean, rows), address("norm: rstd", rstd, rows)),
         *(rows, cols, eps, p, key),
     )
-    return out, mean, rstd
+    if is_bf16(z):
+        note_normed(out, z, weight, beta)
+    return out, mean, rstd, z
 
 
-def joined_norm_backward(
+def norm_backward(
     grad_out: Tensor,
     z: Tensor,
     mean: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
-    grad_sum: Tensor | None,
-    p: float,
-    key: int,
-    want_bias: bool,
+    p: float = 0.0,
+    key: int = 0,
+    grad_sum: Tensor | None = None,
+    want_bias: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """The gradients of z (to which grad_sum is added), y, weight, beta and bias; y's is z's own without dropout.
 
-    z is as it was saved.
+    z is as it was saved: the norm's input, x of a LayerNorm alone.
     """
     rows, cols = rows_and_cols(z)
     grad_z = torch.empty_like(grad_out)
@@ -95,7 +94,7 @@ def joined_norm_backward(
     grad_weight, grad_beta = grad_out.new_empty(cols), grad_out.new_empty(cols)
     grad_bias = grad_out.new_empty(cols) if want_bias else None
     (weight,) = contiguous(weight)
-    native.kernels().layer_norm_backward(
+    native.kernels().norm_backward(
         address("norm: gradient", grad_out, rows * cols),
         address("norm: z", z, rows * cols, saved_dtype(z)),
         is_bf16(z),
@@ -124,32 +123,10 @@ class _LayerNorm(torch.autograd.Function):
     @fp32_backward
     def backward(ctx, grad_out):
         x, mean, rstd, weight = ctx.saved_tensors
-        grad_x, grad_weight, grad_bias = layer_norm_backward(grad_out.contiguous(), x, mean, rstd, weight)
-        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None, None
-
-
-class _ResidualLayerNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, p, key):
-        x, residual, weight, bias = contiguous(x, residual, weight, bias)
-        total = torch.empty_like(x)
-        out, mean, rstd = joined_norm_forward(x, None, residual, weight, bias, eps, p, key, total)
-        ctx.save_for_backward(total, mean, rstd, weight)
-        ctx.has_bias, ctx.p, ctx.key = bias is not None, p, key
-        ctx.set_materialize_grads(False)
-        return total, out
-
-    @staticmethod
-    @fp32_backward
-    def backward(ctx, grad_sum, grad_out):
-        total, mean, rstd, weight = ctx.saved_tensors
-        grad_out = torch.zeros_like(total) if grad_out is None else grad_out.contiguous()
-        grad_sum = None if grad_sum is None else grad_sum.contiguous()
-        grad_residual, grad_x, grad_weight, grad_bias, _ = joined_norm_backward(
-            grad_out, total, mean, rstd, weight, grad_sum, ctx.p, ctx.key, False
+        grad_x, _, grad_weight, grad_bias, _ = norm_backward(
+            grad_out.contiguous(), x, mean, rstd, weight, want_bias=False
         )
-        grad_weight = None if weight is None else grad_weight
-        return grad_x, grad_residual, grad_weight, grad_bias if ctx.has_bias else None, None, None, None
+        return grad_x, None if weight is None else grad_weight, grad_bias if ctx.has_bias else None, None, None
 
 
 def layer_norm(
@@ -161,21 +138,13 @@ def layer_norm(
     return _LayerNorm.apply(x, weight, bias, eps, saves)
 
 
-def residual_layer_norm(
-    x: Tensor, residual: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, p: float = 0.0
-) -> tuple[Tensor, Tensor]:
-    """The sum residual + dropout(x), and its LayerNorm."""
-    require("residual_layer_norm", x.shape, x=x, residual=residual)
-    require("residual_layer_norm", x.shape[-1:], weight=weight, bias=bias)
-    return _ResidualLayerNorm.apply(x, residual, weight, bias, eps, p, draw_key() if p > 0 else 0)
-
-
 def plain(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """`layer_norm` in PyTorch."""
     return torch.nn.functional.layer_norm(x, x.shape[-1:], weight, bias, eps)
 
 
-def residual_plain(x, residual, weight, bias, eps, factors=None):
-    """`residual_layer_norm` in PyTorch; `factors` is what dropout multiplies by."""
-    total = residual + (x if factors is None else x * factors)
-    return total, plain(total, weight, bias, eps)
+def residual_plain(y, bias, residual, weight, beta, eps, factors=None) -> tuple[Tensor, Tensor]:
+    """The sum and its norm in PyTorch; `factors` is what dropout multiplies by."""
+    y = y if bias is None else y + bias
+    z = residual + (y if factors is None else y * factors)
+    return z, plain(z, weight, beta, eps)

@@ -6,8 +6,7 @@ import pytest
 import torch
 from accuracy import assert_as_accurate
 
-from cputrain.ops import layer_norm as norm
-from cputrain.ops import post_norm as post
+from cputrain.ops import norm
 from cputrain.ops.activation import activation_forward
 from cputrain.ops.dropout import factors
 
@@ -60,45 +59,48 @@ def test_layer_norm(isa, shape, affine):
     )
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("p", [0.0, 0.1])
-def test_residual_layer_norm(isa, shape, p, monkeypatch):
-    monkeypatch.setattr(norm, "draw_key", lambda: KEY)
-    tensors = [torch.randn(shape), torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])]
-    _check(
-        lambda *a: norm.residual_layer_norm(*a, 1e-5, p),
-        lambda dtype, *a: norm.residual_plain(*a, 1e-5, _factors(p, shape, dtype)),
-        tensors,
-        2,
-        ["sum", "normed", "grad_x", "grad_residual", "grad_weight", "grad_bias"],
-    )
+class _SumAndNorm(torch.autograd.Function):
+    """The raw functions as one operator: z = residual + dropout(y + bias), and its norm."""
+
+    @staticmethod
+    def forward(ctx, y, bias, residual, weight, beta, eps, p, inplace=False):
+        ctx.set_materialize_grads(False)
+        out, mean, rstd, z = norm.residual_norm_forward(y, bias, residual, weight, beta, eps, p, KEY, inplace=inplace)
+        ctx.save_for_backward(z, mean, rstd, weight)
+        ctx.p, ctx.has_bias = p, bias is not None
+        return z, out
+
+    @staticmethod
+    def backward(ctx, grad_sum, grad_out):
+        z, mean, rstd, weight = ctx.saved_tensors
+        grad_out = torch.zeros_like(z) if grad_out is None else grad_out
+        grad_z, grad_y, grad_weight, grad_beta, grad_bias = norm.norm_backward(
+            grad_out, z, mean, rstd, weight, ctx.p, KEY, grad_sum, ctx.has_bias
+        )
+        return grad_y, grad_bias, grad_z, grad_weight, grad_beta, None, None, None
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("p", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize("with_bias", [True, False])
-def test_post_norm(isa, shape, p, with_bias, monkeypatch):
-    monkeypatch.setattr(post, "draw_key", lambda: KEY)
+def test_sum_and_norm(isa, shape, p, with_bias):
     bias = torch.randn(shape[-1]) if with_bias else None
     tensors = [torch.randn(shape), bias, torch.randn(shape), torch.randn(shape[-1]), torch.randn(shape[-1])]
+    names = ["sum", "out", "grad_y", "grad_bias", "grad_residual", "grad_weight", "grad_beta"]
     _check(
-        lambda *a: post.post_norm(*a, 1e-12, p),
-        lambda dtype, *a: post.plain(*a, 1e-12, _factors(p, shape, dtype)),
+        lambda *a: _SumAndNorm.apply(*a, 1e-12, p),
+        lambda dtype, *a: norm.residual_plain(*a, 1e-12, _factors(p, shape, dtype)),
+        tensors,
+        2,
+        names,
+    )
+    _check(
+        lambda *a: _SumAndNorm.apply(*a, 1e-12, p)[1],
+        lambda dtype, *a: norm.residual_plain(*a, 1e-12, _factors(p, shape, dtype))[1],
         tensors,
         1,
-        ["out", "grad_y", "grad_bias", "grad_residual", "grad_weight", "grad_beta"],
+        names[1:],
     )
-
-
-def test_only_one_output_used(isa):
-    tensors = [torch.randn(5, 40), torch.randn(5, 40), torch.randn(40), torch.randn(40)]
-    for used in (0, 1):
-        leaves, twins = _leaves(tensors, torch.float32), _leaves(tensors, torch.float64)
-        norm.residual_layer_norm(*leaves, 1e-5)[used].sum().backward()
-        norm.residual_plain(*twins, 1e-5)[used].sum().backward()
-        for leaf, twin in zip(leaves, twins, strict=True):
-            expected = torch.zeros_like(twin) if twin.grad is None else twin.grad
-            torch.testing.assert_close(leaf.grad.double(), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_same_bits_with_any_number_of_threads(isa, threads):
@@ -109,7 +111,7 @@ def test_same_bits_with_any_number_of_threads(isa, threads):
 
     def everything():
         torch.manual_seed(6)
-        return _run(lambda *a: post.post_norm(*a, 1e-5, 0.1), tensors, [grad], torch.float32)
+        return _run(lambda *a: _SumAndNorm.apply(*a, 1e-5, 0.1)[1], tensors, [grad], torch.float32)
 
     ours = everything()
     torch.set_num_threads(1)
@@ -118,15 +120,15 @@ def test_same_bits_with_any_number_of_threads(isa, threads):
 
 
 @pytest.mark.parametrize("p", [0.0, 0.25])
-def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
+def test_the_sum_takes_the_place_of_y(isa, p):
     y, bias, residual = torch.randn(9, 50), torch.randn(50), torch.randn(9, 50)
     weight, beta = torch.randn(50), torch.randn(50)
     expected = residual.double() + (y + bias).double() * (factors(KEY, p, 9, 50) if p else 1)
-    _, mean, rstd, _ = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
+    _, mean, rstd, _ = norm.residual_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY)
     torch.testing.assert_close(y.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(mean, y.mean(1))
     torch.testing.assert_close(rstd, 1 / (y.var(1, unbiased=False) + 1e-5).sqrt())
-    grad_z, grad_y, *_ = post.post_norm_backward(torch.randn(9, 50), y, mean, rstd, weight, p, KEY)
+    grad_z, grad_y, *_ = norm.norm_backward(torch.randn(9, 50), y, mean, rstd, weight, p, KEY)
     assert (grad_z is grad_y) == (p == 0)
 
 
@@ -135,13 +137,15 @@ def test_raw_post_norm_overwrites_y_with_the_sum(isa, p):
 def test_normalised_sum_kept_as_bf16(isa, threads, shape, p):
     """The result is the same to the bit, x̂ is rounded, and the gradient is that of the rounded x̂."""
     y, residual, bias, weight, beta = (torch.randn(s) for s in (shape, shape, *[shape[1:]] * 3))
-    out, mean, rstd, z = post.post_norm_forward(y.clone(), bias, residual, weight, beta, 1e-5, p, KEY)
-    again, mean16, rstd16, kept = post.post_norm_forward(y, bias, residual, weight, beta, 1e-5, p, KEY, torch.bfloat16)
+    out, mean, rstd, z = norm.residual_norm_forward(y.clone(), bias, residual, weight, beta, 1e-5, p, KEY)
+    again, mean16, rstd16, kept = norm.residual_norm_forward(
+        y, bias, residual, weight, beta, 1e-5, p, KEY, torch.bfloat16
+    )
     assert torch.equal(out, again) and torch.equal(mean, mean16) and torch.equal(rstd, rstd16)
     normed = (z - mean[:, None]) * rstd[:, None]
     torch.testing.assert_close(kept, normed.bfloat16(), rtol=2**-7, atol=1e-6)
     grad = torch.randn(shape)
-    ours = post.post_norm_backward(grad, kept, mean, rstd, weight, p, KEY)
+    ours = norm.norm_backward(grad, kept, mean, rstd, weight, p, KEY)
     expected = _norm_backward(
         grad.double(), kept.double(), rstd.double(), weight.double(), _factors(p, shape, torch.float64)
     )
@@ -181,10 +185,10 @@ def test_bf16_of_what_is_no_number(isa):
     torch.testing.assert_close(kept, values.bfloat16(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_post_norm_leaves_its_inputs_alone(isa):
+def test_inputs_are_left_alone(isa):
     tensors = [torch.randn(4, 33), torch.randn(33), torch.randn(4, 33), torch.randn(33), torch.randn(33)]
     before = [t.clone() for t in tensors]
-    post.post_norm(*tensors, 1e-5, 0.5)
+    norm.residual_norm_forward(*tensors, 1e-5, 0.5, KEY, inplace=False)
     assert all(torch.equal(a, b) for a, b in zip(tensors, before, strict=True))
 
 
@@ -217,5 +221,5 @@ def test_wrong_tensors_are_named():
         norm.layer_norm(x, torch.ones(4).double(), None, 1e-5)
     with pytest.raises(ValueError, match=r"bias must have the shape \(4,\), found \(5,\)"):
         norm.layer_norm(x, None, torch.ones(5), 1e-5)
-    with pytest.raises(ValueError, match=r"residual must have the shape \(3, 4\)"):
-        post.post_norm(x, None, torch.randn(4), torch.ones(4), torch.ones(4), 1e-5, 0.0)
+    with pytest.raises(ValueError, match=r"residual must be 12 contiguous elements"):
+        norm.residual_norm_forward(x, None, torch.randn(4), torch.ones(4), torch.ones(4), 1e-5, 0.0, KEY)

@@ -79,10 +79,10 @@ void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias, 
   }
 }
 
-void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
-                       const float* weight, const float* beta, float* z, void* kept, float* out,
-                       float* mean, float* rstd, int64_t rows, int64_t cols, float eps, float p,
-                       uint64_t key) {
+void KERNEL(residual_norm)(const float* y, const float* bias, const float* residual,
+                           const float* weight, const float* beta, float* z, void* kept, float* out,
+                           float* mean, float* rstd, int64_t rows, int64_t cols, float eps, float p,
+                           uint64_t key) {
   const DropoutRate rate(p);
   const auto join = bias ? (p > 0 ? join_row<true, true> : join_row<true, false>)
                          : (p > 0 ? join_row<false, true> : join_row<false, false>);
@@ -99,12 +99,11 @@ void KERNEL(post_norm)(const float* y, const float* bias, const float* residual,
   }
 }
 
-void KERNEL(layer_norm_backward)(const float* grad_out, const void* z, int64_t bf16,
-                                 const float* mean, const float* rstd, const float* weight,
-                                 const float* grad_sum, float* grad_z, float* grad_y,
-                                 float* grad_weight, float* grad_beta, float* grad_bias,
-                                 int64_t rows, int64_t cols, float p, uint64_t key,
-                                 Scratch* scratch) {
+void KERNEL(norm_backward)(const float* grad_out, const void* z, int64_t bf16, const float* mean,
+                           const float* rstd, const float* weight, const float* grad_sum,
+                           float* grad_z, float* grad_y, float* grad_weight, float* grad_beta,
+                           float* grad_bias, int64_t rows, int64_t cols, float p, uint64_t key,
+                           Scratch* scratch) {
   const RowChunks chunks(rows);
   Arena arena(scratch);
   const ColumnSums sums(arena, chunks, 4, cols);
