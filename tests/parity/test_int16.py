@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cputrain
 from cputrain.formats import int16_guard, int16_sample, speed
-from cputrain.layers.patch import ARITHMETIC
+from cputrain.layers.patch import FORMAT
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
@@ -115,7 +115,7 @@ def _checkpointed(model, batch, reentrant):
 
 
 def patched(model):
-    return (part.__dict__[ARITHMETIC] for part in model.modules() if ARITHMETIC in part.__dict__)
+    return (part.__dict__[FORMAT].guard for part in model.modules() if FORMAT in part.__dict__)
 
 
 def test_precision_is_switched_and_restored():
