@@ -11,13 +11,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain.keep_alive import SSH_INTERVAL, SSH_QUESTIONS
 from cputrain.launch.hostfile import Machine
 
-# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone for 15 s.
-# It is the other sshd that answers: ranks that compute or are stopped have no part in it.
+# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone.
 SSH_OPTIONS = (
     *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
+    *("-o", f"ServerAliveInterval={SSH_INTERVAL}", "-o", f"ServerAliveCountMax={SSH_QUESTIONS}"),
 )
 _KINDS = (
     ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
