@@ -18,6 +18,8 @@ GONE_SECONDS = _IDLE + _INTERVAL * _PROBES
 # ssh asks after so many seconds of silence, so often; it gives up when it would ask once more.
 SSH_INTERVAL, SSH_QUESTIONS = 2, 3
 SSH_SECONDS = SSH_INTERVAL * (SSH_QUESTIONS + 1)
+# An mpirun whose ssh gives up ends the ranks at once: it is to notice only after all that is above.
+MPIRUN_SSH_INTERVAL = 5
 # For ranks, which notice later than those who watch them, to say which rank is gone, and to end by themselves.
 LAST_WORDS_SECONDS = 5.0
 
