@@ -46,7 +46,7 @@ demo: build ## train a small question-answering model, stock and optimised side 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some, WORKERS=0 for one after the other)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner
+soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner, torch's own tests
 	$(MAKE) sanitize SHAPES=10000
 	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
 	$(BIN)/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
@@ -56,6 +56,7 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.launch.lost_output --times 20
 	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
 	$(BIN)/python -m tests.distributed.restarts --restarts 100
+	$(BIN)/python -m tests.distributed.torchs_suite --ranks 2 3 4
 
 fuzz: build ## give every parser nonsense, guided by atheris (FUZZ_SECONDS=600 for each)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) install --quiet -c constraints.txt atheris

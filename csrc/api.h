@@ -234,7 +234,7 @@ struct CclStatus {
 struct CclCall {
   int64_t sequence, operation, dtype, reduction, root, bytes;
 };
-// One rank's side of a group; the caller owns it, calls change round and sequence.
+// One rank's side of a group; the caller owns it, calls change round, sequence and spins.
 struct CclGroup {
   void* base;              // of the shared memory
   const int32_t* pidfds;   // of every rank's process, or null
@@ -243,8 +243,10 @@ struct CclGroup {
   int64_t spin;     // how often a wait looks before it sleeps
   int64_t aborted;  // not 0 ends all that waits
   uint64_t sequence;
-  uint32_t round, unused;
-  CclCall call;  // shown to the others in place of its steps
+  uint32_t round;
+  uint32_t spins;  // how often in a row looking was in vain, and how many waits are to go without
+                   // (segment.h)
+  CclCall call;    // shown to the others in place of its steps
 };
 // operation, dtype, reduction, root and bytes must be the same on every rank. The pointers depend
 // on the way: output = reduction of everybody's output of `bytes` (only at root, unless -1); output

@@ -169,10 +169,7 @@ class Member {
   // a sleeper takes tens of microseconds to wake, as long as a whole chunk.
   template <class Ready>
   bool wait(Counter* counter, int64_t peer, Ready ready) {
-    for (int64_t i = 0; i < group_->spin; i++) {
-      if (ready(load_acquire(&counter->value))) return true;
-      __builtin_ia32_pause();
-    }
+    if (spin(counter, ready)) return true;
     const int64_t deadline = timeout_ns_ > 0 ? now_ns() + timeout_ns_ : INT64_MAX;
     int64_t slices = 0;
     while (true) {
@@ -267,6 +264,34 @@ class Member {
       if (is_dead(peer) && !load_acquire(&control(peer)->left)) return fail(kCclDied, peer);
     if (load_acquire(&control(awaited)->left)) return fail(kCclLeft, awaited);
     return true;
+  }
+
+  // Whether the counter satisfies `ready` after a short spin. Spins that were in vain lately show
+  // that the peer doesn't run, perhaps because it waits for this very core, to which the spin
+  // clings: after three of them in a row only every 2^n-th wait spins, with n up to 6.
+  template <class Ready>
+  bool spin(Counter* counter, Ready ready) {
+    if (!group_->spin) return false;
+    // Messages and collectives run side by side: an update that is lost does no harm.
+    const uint32_t state = __atomic_load_n(&group_->spins, __ATOMIC_RELAXED);
+    const uint32_t vain = state & 15, left_out = state >> 4;
+    auto remember = [&](uint32_t next) {
+      __atomic_store_n(&group_->spins, next, __ATOMIC_RELAXED);
+    };
+    if (left_out) {
+      remember(state - 16);
+      return false;
+    }
+    for (int64_t i = 0; i < group_->spin; i++) {
+      if (ready(load_acquire(&counter->value))) {
+        if (vain) remember(vain / 2);
+        return true;
+      }
+      __builtin_ia32_pause();
+    }
+    const uint32_t more = vain < 6 ? vain + 1 : vain;
+    remember(more < 3 ? more : more | 16u << more);
+    return false;
   }
 
   bool await_posted(int64_t peer, uint32_t wanted) {

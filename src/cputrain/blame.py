@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -36,6 +37,11 @@ def read(folder: str, rank: int) -> Blame | None:
         return Blame(*json.loads(Path(folder, str(rank)).read_text()))
     except FileNotFoundError:
         return None
+
+
+def seconds_ago(folder: str, rank: int) -> float:
+    """How long this rank has known of the cause; it may take a while to end after that."""
+    return time.time() - Path(folder, str(rank)).stat().st_mtime
 
 
 def forget_all(folder: str) -> None:

@@ -41,14 +41,17 @@ def case_ddp_with_sparse_gradients(rank, size):
 
 
 def case_profiler_events(rank, size):
-    with torch.profiler.profile() as profiled:
+    gathered = [torch.empty(2, 3) for _ in range(size)]
+    with torch.profiler.profile(record_shapes=True) as profiled:
         dist.all_reduce(torch.ones(10))
-        work = dist.broadcast(torch.ones(10), 0, async_op=True)
+        work = dist.broadcast(torch.ones(7), 0, async_op=True)
         work.wait()
+        dist.all_gather(gathered, torch.ones(2, 3))
         dist.barrier()
-    names = [event.name for event in profiled.events()]
-    for name in ("ccl:all_reduce", "ccl:broadcast", "ccl:barrier"):
-        assert names.count(name) == 1, names
+    found = {event.name: event for event in profiled.events() if event.name.startswith("ccl:")}
+    shapes = {"ccl:all_reduce": [[10]], "ccl:broadcast": [[7]], "ccl:all_gather": [[2, 3]], "ccl:barrier": []}
+    assert {name: event.input_shapes for name, event in found.items()} == shapes
+    assert all(event.is_async and event.count == 1 and event.cpu_time > 0 for event in found.values())
 
 
 def case_dtensor_moves_shards_by_all_to_all(rank, size):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -12,7 +13,8 @@ import pytest
 
 from cputrain import blame
 from cputrain.blame import Blame
-from cputrain.launch import first_failure
+from cputrain.keep_alive import LAST_WORDS_SECONDS
+from cputrain.launch import agent, first_failure
 from tests.distributed import fault_matrix
 from tests.distributed.fault_matrix import SCRIPT, Case, Ended
 from tests.hosts import Cluster, needs_hosts
@@ -97,11 +99,27 @@ def test_the_cause_is_waited_for_as_long_as_it_may_show() -> None:
     assert not first_failure.is_open({0: 1, 1: None}, {}), "nobody is blamed"
 
 
+def test_a_rank_that_takes_long_to_end_is_heard_before_a_lost_machine_is_given_up(tmp_path: Path, monkeypatch) -> None:
+    """It has said which rank is gone; the agent itself knows only the machine."""
+    monkeypatch.setenv(blame.FOLDER, str(tmp_path))
+    waiting = agent.Agent.__new__(agent.Agent)
+    waiting._remaining_restarts, waiting._broken_since = 0, time.monotonic() - 2 * LAST_WORDS_SECONDS
+    monkeypatch.setattr(agent.Agent, "_exit_codes", lambda *_: {0: None})
+    waiting._worker_group = None
+    with pytest.raises(agent.MachineLost, match=r"machine 1 \(counted from 0\) is lost"):
+        waiting._end_without([1])
+    blame.tell(Blame(1, DIED), {blame.FOLDER: str(tmp_path), "RANK": "0"})
+    with pytest.raises(agent.MachineLost, match=r"rank 1 is the cause, as rank 0 on .* found: PeerDied: rank 1 "):
+        waiting._end_without([1])
+
+
 def test_the_first_blame_counts(tmp_path: Path) -> None:
     environ = {blame.FOLDER: str(tmp_path), "RANK": "3"}
     assert blame.read(str(tmp_path), 3) is None
     for sentence in ("the cause", "what followed"):
         blame.tell(Blame(1, sentence), environ)
     assert blame.read(str(tmp_path), 3) == Blame(1, "the cause")
+    os.utime(tmp_path / "3", (0, time.time() - 7))
+    assert 7 <= blame.seconds_ago(str(tmp_path), 3) < 60
     blame.forget_all(str(tmp_path))
     assert blame.read(str(tmp_path), 3) is None

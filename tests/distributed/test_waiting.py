@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
+import threading
+
 import pytest
 
-from cputrain.distributed import shared_memory
+from cputrain.distributed import native_calls, shared_memory
 from cputrain.distributed.rendezvous import Machine
 
 
@@ -26,3 +31,24 @@ def test_a_quota_counts_like_missing_cpus(monkeypatch):
     tight = type(hardware.cpu_quota)(1.5, "a test")
     monkeypatch.setattr(shared_memory.hardware, "this_machine", lambda: type("Machine", (), {"cpu_quota": tight}))
     assert shared_memory._spin(Machine([0, 1], cpus={0, 1})) == 0
+
+
+def test_ranks_on_one_core_stop_spinning():
+    """A spin there keeps the core from the rank that is waited for; a spin at the start of each wait would go on."""
+    memory = mmap.mmap(-1, native_calls.segment_bytes(2))
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    ranks = [native_calls.SharedMemory(address, rank, 2, [-1, -1], shared_memory._SPIN) for rank in range(2)]
+    most = [0, 0]
+
+    def meet(rank: int) -> None:
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # of this thread
+        for _ in range(300):
+            ranks[rank].publish("barrier", 0, [0, 0], [1, 1], -1, 60 * 10**9)
+            most[rank] = max(most[rank], ranks[rank]._group.spins >> 4)
+
+    threads = [threading.Thread(target=meet, args=(rank,)) for rank in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert max(most) >= 8, "waits that go without a spin"

@@ -1,8 +1,8 @@
 """Notices ranks of other machines that die, and links that break.
 
 Every rank holds a TCP connection to the group's first rank. A process that is killed loses its connection at once; a
-machine or link that is gone no longer answers the kernel's keep-alive probes, and its connection breaks after about
-ten seconds. The probes are answered by the other kernel: a rank that computes, holds the GIL or is stopped is late,
+machine or link that is gone no longer answers the kernel's keep-alive probes, and its connection breaks after 7 to 9
+seconds. The probes are answered by the other kernel: a rank that computes, holds the GIL or is stopped is late,
 not dead. Forked workers close their copy of the connection, so they don't keep a dead rank alive.
 
 A rank that is in a collective for more than a second says so, with the collective's number, and the first rank passes

@@ -118,7 +118,7 @@ class Group(ctypes.Structure):
         ("aborted", ctypes.c_int64),
         ("sequence", ctypes.c_uint64),
         ("round", ctypes.c_uint32),
-        ("unused", ctypes.c_uint32),
+        ("spins", ctypes.c_uint32),
         ("call", Call),
     ]
 

@@ -16,12 +16,11 @@ from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
 
-from cputrain.distributed import failures, native_calls, sparse, staging
+from cputrain.distributed import failures, native_calls, profiled, sparse, staging
 from cputrain.distributed.failures import CollectiveError, PeerLate
+from cputrain.distributed.named_group import NamedGroup
 from cputrain.distributed.staging import Outputs
 from cputrain.distributed.transport import Transport
 from cputrain.distributed.work import Lane, SeveralWorks, Work
@@ -31,7 +30,7 @@ _live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
 _GRACE = 1.0
 
 
-class CclProcessGroup(dist.ProcessGroup):
+class CclProcessGroup(NamedGroup):
     def __init__(self, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.transport = transport
@@ -39,8 +38,6 @@ class CclProcessGroup(dist.ProcessGroup):
         self._collectives = Lane("collectives")
         self._lanes: dict[tuple[str, int, int], Lane] = {("collectives", -1, -1): self._collectives}
         self._process = os.getpid()
-        self._sequence = 0
-        self._name = self._description = ""
         self._coalesced: list[Work] | None = None
         self._closed = False
         _live.add(self)
@@ -52,7 +49,8 @@ class CclProcessGroup(dist.ProcessGroup):
         reduction, limit = _reduction(opts), self._limit(opts, timeout)
         _check_reduction(tensors, reduction)
         if tensors[0].layout is not torch.strided:
-            return self._allreduce_sparse(tensors, reduction, limit, opts)
+            run_sparse = sparse.operation(self.transport, tensors, reduction, self._size, limit)
+            return self._run("sparse_all_reduce", run_sparse, tensors, opts)
         if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
             tensor = tensors[0]  # the common case, without a detour
             return self._run("all_reduce", lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
@@ -63,16 +61,6 @@ class CclProcessGroup(dist.ProcessGroup):
         return self._run("all_reduce", run, tensors, opts)
 
     allreduce_coalesced = allreduce
-
-    def _allreduce_sparse(self, tensors: list[Tensor], reduction: int, limit: float, opts: Any) -> Work:
-        for tensor in tensors:
-            sparse.check(tensor, reduction)
-
-        def run(_: Work) -> None:
-            for tensor in tensors:
-                sparse.all_reduce(self.transport, tensor, reduction, self._size, limit)
-
-        return self._run("sparse_all_reduce", run, tensors, opts)
 
     def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
         reduction, limit, root = _reduction(opts), self._limit(opts), opts.rootRank
@@ -98,7 +86,7 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.reduce_scatter(target, sources, reduction, limit)
                 places.deliver()
 
-        return self._run("reduce_scatter", run, list(outputs), opts)
+        return self._run("reduce_scatter", run, list(outputs), opts, [part for parts in inputs for part in parts])
 
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
@@ -143,7 +131,8 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.all_gather([places.place(t) for t in targets], staging.to_read(tensor), limit)
                 places.deliver()
 
-        return self._run("all_gather", run, [target for targets, _ in pairs for target in targets], opts)
+        targets_of_all = [target for targets, _ in pairs for target in targets]
+        return self._run("all_gather", run, targets_of_all, opts, [tensor for _, tensor in pairs])
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
@@ -166,7 +155,7 @@ class CclProcessGroup(dist.ProcessGroup):
                 self.transport.all_gather(targets, staging.to_read(tensor), limit)
                 places.deliver()
 
-        return self._run("all_gather", run, list(outputs), opts)
+        return self._run("all_gather", run, list(outputs), opts, inputs)
 
     def allgather_coalesced(
         self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
@@ -186,7 +175,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.gather([places.place(t) for t in targets], staging.to_read(tensor), root, limit)
             places.deliver()
 
-        return self._run("gather", run, targets, opts)
+        return self._run("gather", run, targets, opts, inputs)
 
     def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
         limit, root, output = self._limit(opts), opts.rootRank, outputs[0]
@@ -200,7 +189,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.scatter(target, [staging.to_read(s) for s in sources], root, limit)
             places.deliver()
 
-        return self._run("scatter", run, [output], opts)
+        return self._run("scatter", run, [output], opts, sources)
 
     def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
@@ -215,7 +204,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.all_to_all(targets, [staging.to_read(tensor) for tensor in inputs], limit)
             places.deliver()
 
-        return self._run("all_to_all", run, list(outputs), opts)
+        return self._run("all_to_all", run, list(outputs), opts, inputs)
 
     def all_to_all_single(
         self,
@@ -234,7 +223,7 @@ class CclProcessGroup(dist.ProcessGroup):
             self.transport.all_to_all(targets, sources, limit)
             places.deliver()
 
-        return self._run("all_to_all", run, [output], opts)
+        return self._run("all_to_all", run, [output], opts, [tensor])
 
     # --- Messages and barriers -----------------------------------------------------------------------------------
 
@@ -258,7 +247,8 @@ class CclProcessGroup(dist.ProcessGroup):
             work._source = self.transport.receive(target, peer, tag, self._timeout)
             places.deliver()
 
-        return self._run_beside(("recv", -1 if peer is None else peer, tag), run, list(tensors))
+        key = ("recvAnySource", -1, tag) if peer is None else ("recv", peer, tag)
+        return self._run_beside(key, run, list(tensors))
 
     def barrier(self, opts: Any = None, timeout: timedelta | None = None) -> Work:
         limit = self._limit(opts, timeout)
@@ -266,7 +256,8 @@ class CclProcessGroup(dist.ProcessGroup):
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """A barrier that names a rank which did not come in time, or with `wait_all_ranks` every one of them."""
-        limit = timeout.total_seconds() if timeout else self._timeout
+        # To a transport, 0 is no limit; torch means a limit that is over at once.
+        limit = self._timeout if timeout is None else max(timeout.total_seconds(), 0.001)
         barrier = "monitored_barrier"
         try:
             self._start(barrier, self._collectives, lambda _: self.transport.barrier(limit, barrier), [], False).wait()
@@ -277,10 +268,18 @@ class CclProcessGroup(dist.ProcessGroup):
 
     # --- Running -------------------------------------------------------------------------------------------------
 
-    def _run(self, name: str, operation: Callable[[Work], None], tensors: list[Tensor], opts: Any) -> Work:
+    def _run(
+        self,
+        name: str,
+        operation: Callable[[Work], None],
+        tensors: list[Tensor],
+        opts: Any,
+        inputs: Sequence[Tensor] | None = None,
+    ) -> Work:
+        """`tensors` are the results; the profiler shows the shapes of the `inputs`, where those are others."""
         self._sequence += 1
         asynchronous = getattr(opts, "asyncOp", True) or self._coalesced is not None
-        return self._start(name, self._collectives, operation, tensors, asynchronous)
+        return self._start(name, self._collectives, operation, tensors, asynchronous, inputs)
 
     def _run_beside(self, key: tuple[str, int, int], operation: Callable[[Work], None], tensors: list[Tensor]) -> Work:
         """Messages don't wait for collectives, nor for messages of another rank or tag."""
@@ -290,13 +289,16 @@ class CclProcessGroup(dist.ProcessGroup):
         return self._start(key[0], lane, operation, tensors, asynchronous=True)
 
     def _start(
-        self, name: str, lane: Lane, operation: Callable[[Work], None], tensors: list[Tensor], asynchronous: bool
+        self,
+        name: str,
+        lane: Lane,
+        operation: Callable[[Work], None],
+        tensors: list[Tensor],
+        asynchronous: bool,
+        inputs: Sequence[Tensor] | None = None,
     ) -> Work:
-        if profiler._is_profiler_enabled:
-            with profiler.record_function(f"ccl:{name}") as event:  # as gloo's: until the operation has ended
-                work = lane.run(operation, tensors, asynchronous)
-                if asynchronous:
-                    event._call_end_callbacks_on_future(work.get_future())
+        if profiled.is_on():
+            work = profiled.run(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
         else:
             work = lane.run(operation, tensors, asynchronous)
         if self._coalesced is not None:
@@ -315,47 +317,7 @@ class CclProcessGroup(dist.ProcessGroup):
         works, self._coalesced = self._coalesced or [], None
         return SeveralWorks(works)  # type: ignore[arg-type]
 
-    # --- What torch asks of a group ------------------------------------------------------------------------------
-
-    supports_coalescing = supports_splitting = supports_time_estimate = False
-
-    def getBackendName(self) -> str:
-        return "ccl"
-
-    def name(self) -> str:
-        return "ccl"
-
-    # torch keeps a group's names in the backends behind it, of which there are none.
-
-    def getGroupName(self) -> str:
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        self._name = name
-
-    def getGroupDesc(self) -> str:
-        return self._description
-
-    def setGroupDesc(self, description: str) -> None:
-        self._description = description
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
-    group_name, group_desc = property(getGroupName), property(getGroupDesc)
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device("cpu")]
-
-    def _get_backend(self, device: torch.device) -> CclProcessGroup:
-        if torch.device(device).type != "cpu":
-            raise RuntimeError(f"ccl has no backend for {device}.")
-        return self
-
-    def _set_sequence_number_for_group(self) -> None:
-        self._sequence = 0
-
-    def _get_sequence_number_for_group(self) -> int:
-        return self._sequence
+    # --- Ends ----------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()

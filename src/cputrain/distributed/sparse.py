@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -10,8 +12,21 @@ from cputrain.distributed.failures import CollectivesDiffer
 from cputrain.distributed.transport import Transport
 
 
-def check(tensor: Tensor, reduction: int) -> None:
-    """Refuses what gloo refuses, before any rank waits."""
+def operation(
+    transport: Transport, tensors: list[Tensor], reduction: int, ranks: int, timeout: float
+) -> Callable[[object], None]:
+    """all_reduce of each tensor, to be run later. What gloo refuses is refused now, before any rank waits."""
+    for tensor in tensors:
+        _check(tensor, reduction)
+
+    def run(_: object) -> None:
+        for tensor in tensors:
+            _all_reduce(transport, tensor, reduction, ranks, timeout)
+
+    return run
+
+
+def _check(tensor: Tensor, reduction: int) -> None:
     if tensor.layout is not torch.sparse_coo or tensor.device.type != "cpu":
         raise ValueError(f"ccl reduces sparse CPU tensors of layout torch.sparse_coo, found {tensor.layout}.")
     if reduction not in (native_calls.SUM, native_calls.MEAN):
@@ -20,7 +35,7 @@ def check(tensor: Tensor, reduction: int) -> None:
 
 
 @torch.no_grad()  # a detached sparse tensor has entries of its own as soon as it is written to
-def all_reduce(transport: Transport, tensor: Tensor, reduction: int, ranks: int, timeout: float) -> None:
+def _all_reduce(transport: Transport, tensor: Tensor, reduction: int, ranks: int, timeout: float) -> None:
     """In place. The result is coalesced: its places are sorted, and each is there once."""
     mine = tensor.coalesce()
     counts = _counts(transport, mine, ranks, timeout)

@@ -283,6 +283,8 @@ class TwoLevelTransport(Transport):
         self, name: str, dtype: object, size: int, timeout: float, root: int = -1, reduction: int | None = None
     ) -> None:
         """Every collective begins here: the machines' first ranks compare what they are about to do."""
+        if self._broken:  # what was queued behind a collective that failed, fails without waiting
+            self.check_peers()
         self._count += 1
         self._timeout = timeout
         self._monitor.enter(self._count)

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -26,6 +27,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 
 from cputrain import blame
+from cputrain.keep_alive import LAST_WORDS_SECONDS
 from cputrain.launch import bound_store, first_failure, rendezvous
 from cputrain.launch.links import Links, keep_all_alive
 from cputrain.launch.peers import Failure, Peers
@@ -39,8 +41,6 @@ _HEARD_SECONDS = 5.0
 _CULPRIT_SECONDS = 3.0
 # After a rank has failed by itself, the others have so long to notice it, and to say so, before they are ended.
 _LAST_WORDS_SECONDS = 1.0
-# Ranks that have just sent something notice up to 5 s after us, when the kernel has given up sending it again.
-_RANKS_SECONDS = 10.0
 _MEETING_SECONDS = 600
 # All have ended by then; whoever holds the store stays until the others have read that.
 GOODBYE_SECONDS = 30.0
@@ -57,12 +57,11 @@ class OthersFailed(Exception):
 class MachineLost(OthersFailed):
     """Another machine is gone without a word, so nobody else may know."""
 
-    def __init__(self, machines: list[int]) -> None:
-        names = ", ".join(map(str, machines))
-        words = (
-            f"machine {names} (counted from 0) is lost: it, or the network on the way there, doesn't answer any more"
-        )
-        super().__init__(Failure(words, 1))
+
+def _lost(machines: list[int]) -> Failure:
+    names = ", ".join(map(str, machines))
+    words = f"machine {names} (counted from 0) is lost: it, or the network on the way there, doesn't answer any more"
+    return Failure(words, 1)
 
 
 class Agent(LocalElasticAgent):
@@ -120,8 +119,7 @@ class Agent(LocalElasticAgent):
         if not any(codes.values()):
             return False
         self._failed_since = self._failed_since or time.monotonic()
-        found = {rank: blame.read(os.environ[blame.FOLDER], rank) for rank, code in codes.items() if code}
-        blames = {rank: one for rank, one in found.items() if one is not None}
+        blames = self._blames(rank for rank, code in codes.items() if code)
         waited, lost = time.monotonic() - self._failed_since, self.links and self.links.broken
         if first_failure.is_open(codes, blames) and waited < _CULPRIT_SECONDS and not lost:
             return True
@@ -130,6 +128,11 @@ class Agent(LocalElasticAgent):
             return True
         self._end_stopped()
         return False
+
+    def _blames(self, ranks: Iterable[int]) -> dict[int, blame.Blame]:
+        """What those of these ranks that know of another one's failure have left."""
+        found = {rank: blame.read(os.environ[blame.FOLDER], rank) for rank in ranks}
+        return {rank: one for rank, one in found.items() if one is not None}
 
     def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
         """Of the ranks of this machine, by their global numbers; None while they run."""
@@ -161,7 +164,7 @@ class Agent(LocalElasticAgent):
         # A machine that was lost before its ranks had ended: nobody knows what they still had to do.
         lost = sorted({*peers.lost(), *unreachable})
         if lost and not self._remaining_restarts:
-            raise MachineLost(lost)
+            raise MachineLost(_lost(lost))
         return RunResult(state=WorkerState.UNHEALTHY if lost else WorkerState.HEALTHY)
 
     def _unreachable(self, peers: Peers) -> list[int]:
@@ -172,14 +175,16 @@ class Agent(LocalElasticAgent):
         return sorted(number for number in self.links.broken if not peers.has_ended(number))
 
     def _end_without(self, machines: list[int]) -> None:
-        """Ranks that don't communicate would go on for nothing."""
+        """Ranks that don't communicate would go on for nothing, and others may take long to end."""
         if machines and not self._remaining_restarts and self._ranks_had_their_say():
-            raise MachineLost(machines)
+            blames = self._blames(self._exit_codes(self._worker_group))
+            named = first_failure.judge(dict.fromkeys(blames, 1), blames, socket.gethostname()) if blames else None
+            raise MachineLost(named or _lost(machines))
 
     def _ranks_had_their_say(self) -> bool:
         """Ranks that communicate notice a lost machine nearly as soon as we do, and know more of it."""
         self._broken_since = self._broken_since or time.monotonic()
-        return time.monotonic() - self._broken_since > _RANKS_SECONDS
+        return time.monotonic() - self._broken_since > LAST_WORDS_SECONDS
 
     def tell_others(self, failure: Failure) -> None:
         """If they can be told: the store may be on a machine that is gone. If it is on this one, it stays a moment."""

@@ -19,13 +19,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import BinaryIO
 
+from cputrain.keep_alive import LAST_WORDS_SECONDS, SSH_SECONDS
 from cputrain.launch import processes, sinks
 from cputrain.launch.hostfile import check_name
 from cputrain.launch.mpi import SSH_OPTIONS
 
 BEAT_SECONDS = 3.0
-# As long as ssh's own patience (SSH_OPTIONS).
-SILENT_SECONDS = 15.0
+# What is left of a lost launch ends when the ranks have had as long as there to say which rank is gone.
+SILENT_SECONDS = SSH_SECONDS + LAST_WORDS_SECONDS
 _ADVICE = {
     "Host key verification failed": "its host key isn't known: `ssh {host}` once by hand, or add it to known_hosts",
     "Could not resolve hostname": "the name can't be resolved: check the hostfile",

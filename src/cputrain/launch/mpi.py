@@ -11,14 +11,19 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain.keep_alive import MPIRUN_SSH_INTERVAL, SSH_INTERVAL, SSH_QUESTIONS
 from cputrain.launch.hostfile import Machine
 
-# Every ssh of ours and of mpirun's: no questions, only hosts whose keys are known, and an end if one is gone for 15 s.
-# It is the other sshd that answers: ranks that compute or are stopped have no part in it.
-SSH_OPTIONS = (
-    *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15"),
-    *("-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"),
-)
+
+def _ssh_options(interval: int) -> tuple[str, ...]:
+    """No questions, only hosts whose keys are known, and an end if one is gone."""
+    return (
+        *("-o", "BatchMode=yes", "-o", "StrictHostKeyChecking=yes", "-o", "ConnectTimeout=15"),
+        *("-o", f"ServerAliveInterval={interval}", "-o", f"ServerAliveCountMax={SSH_QUESTIONS}"),
+    )
+
+
+SSH_OPTIONS, _MPIRUNS_SSH_OPTIONS = _ssh_options(SSH_INTERVAL), _ssh_options(MPIRUN_SSH_INTERVAL)
 _KINDS = (
     ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
     ("Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
@@ -42,14 +47,17 @@ class Mpi:
     def environment(self) -> dict[str, str]:
         """What mpirun and its ranks need. Ranks bind themselves, so MPI is told not to."""
         if self.kind == "Open MPI":
-            return {"OMPI_MCA_plm_rsh_args": " ".join(SSH_OPTIONS), "OMPI_MCA_hwloc_base_binding_policy": "none"}
+            return {
+                "OMPI_MCA_plm_rsh_args": " ".join(_MPIRUNS_SSH_OPTIONS),
+                "OMPI_MCA_hwloc_base_binding_policy": "none",
+            }
         if self.kind == "MPICH":
-            return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(SSH_OPTIONS)}
+            return {"HYDRA_LAUNCHER_EXTRA_ARGS": " ".join(_MPIRUNS_SSH_OPTIONS)}
         root = Path(self.command).absolute().parents[1]
         return {
             "I_MPI_ROOT": str(root),
             "I_MPI_PIN": "0",
-            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": " ".join(SSH_OPTIONS),
+            "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": " ".join(_MPIRUNS_SSH_OPTIONS),
             "LD_LIBRARY_PATH": ":".join(filter(None, [f"{root}/lib", os.environ.get("LD_LIBRARY_PATH")])),
         }
 

@@ -12,11 +12,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cputrain import text_files
+from cputrain.keep_alive import LAST_WORDS_SECONDS
 from cputrain.launch import line, mpi, processes, sinks, ssh, watch
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.line import Line
 
-# For ranks that have noticed, too, to say so, and for mpirun to end by itself.
+# For what was printed last to be read.
 _GRACE_SECONDS = 1.0
 # An mpirun that is asked to end does so at once, unless it waits for a machine that is gone.
 _END_SECONDS = 2.0
@@ -95,7 +96,7 @@ def _wait(process: subprocess.Popen[bytes], lines: list[Line]) -> int:
             ended = one.process.poll()
             if ended is not None and _is_lost(one, ended):
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    process.wait(_GRACE_SECONDS)
+                    process.wait(LAST_WORDS_SECONDS)
                 return 1
         watched = [one for one in watched if one.process.returncode is None]
         time.sleep(0.1)

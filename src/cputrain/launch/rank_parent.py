@@ -53,12 +53,13 @@ def _ended(child: int, rank: int, folder: str, environ: MutableMapping[str, str]
         signal.signal(number, forward)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     blamed = blame.read(folder, rank)
+    known = blame.seconds_ago(folder, rank) if blamed else 0.0
     shutil.rmtree(folder, ignore_errors=True)
     if code == 0 or asked:
         return processes.exit_code(code)
     failure = first_failure.judge({rank: code}, {rank: blamed} if blamed else {}, socket.gethostname())
     if blamed:
-        time.sleep(_CULPRIT_SECONDS)
+        time.sleep(max(0.0, _CULPRIT_SECONDS - known))
     os.write(2, f"cputrain: {failure.sentence}.\n".encode())
     time.sleep(_LAST_WORDS_SECONDS)
     _abort(failure.code, environ)

@@ -8,6 +8,7 @@ import sys
 import time
 from dataclasses import replace
 
+from cputrain.keep_alive import LAST_WORDS_SECONDS
 from cputrain.launch import import_path, line, processes, sinks
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.line import Line
@@ -75,12 +76,24 @@ def run(order: Order, machines: list[Machine]) -> int:
             line.end(nodes)
 
 
+def _let_others_end(nodes: list[Line]) -> None:
+    """By themselves, when their ranks have noticed, too, and named the rank that is gone.
+
+    Their agents give the ranks as long, and need a moment then.
+    """
+    limit = time.monotonic() + LAST_WORDS_SECONDS + 1.0
+    while any(node.process.poll() is None for node in nodes) and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
 def _wait(nodes: list[Line]) -> int:
     while True:
         codes = [node.process.poll() for node in nodes]
         for node, code in zip(nodes, codes, strict=True):
             if code and code != sinks.LOST:
                 print(f"cputrain: {node.ending(code)}; all machines are ended.", file=sys.stderr)
+                if node.is_lost():
+                    _let_others_end([other for other in nodes if other is not node])
                 return node.exit_code(code)
         if None not in codes:
             for node in nodes:
