@@ -17,12 +17,13 @@ PYTEST_ARGS ?=
 WORKERS ?= 3
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
+WHEEL_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel clean
+.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel wheel-test clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## create .venv, with cputrain (editable) and all that development needs
 
@@ -46,7 +47,7 @@ demo: build ## train a small question-answering model, stock and optimised side 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some, WORKERS=0 for one after the other)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner
+soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner, wheels
 	$(MAKE) sanitize SHAPES=10000
 	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
 	$(BIN)/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
@@ -56,6 +57,7 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.launch.lost_output --times 20
 	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
 	$(BIN)/python -m tests.distributed.restarts --restarts 100
+	$(MAKE) wheel-test
 
 fuzz: build ## give every parser nonsense, guided by atheris (FUZZ_SECONDS=600 for each)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) install --quiet -c constraints.txt atheris
@@ -97,6 +99,9 @@ wheel: $(INSTALLED) ## build both wheels (Linux x86-64; py3-none-any without ker
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	$(BIN)/twine check --strict dist/*
 	@ls -l dist
+
+wheel-test: wheel ## use what `make wheel` made: in Debian 11 and 12 (debootstrap, as root), and compiled from the sdist
+	$(BIN)/python -m tests.wheels $(WHEEL_ARGS)
 
 clean: ## remove all that was built; .venv stays
 	rm -rf build dist src/cputrain/lib .pytest_cache .mypy_cache .ruff_cache
