@@ -11,6 +11,8 @@ SANITIZE_TREE := build/sanitize
 SHAPES ?= 500
 SEED ?= 0
 FUZZ_SECONDS ?= 600
+# TORCH_BACKEND=cpu: torch from PyTorch's own CPU builds, which uv knows. Without it pip decides, and may bring CUDA's.
+TORCH_BACKEND ?=
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # Many tests wait for processes, so that more workers than cores pay. A worker takes whole files.
@@ -31,6 +33,7 @@ install: $(INSTALLED) ## create .venv, with cputrain (editable) and all that dev
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("cputrain needs Python 3.10 or later, found %d.%d: set PYTHON=python3.x" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_BACKEND),$(PIP) install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt --torch-backend $(TORCH_BACKEND) torch)
 	$(PIP) install --quiet -c constraints.txt "scikit-build-core>=0.11" cmake ninja
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[hf,dev]"
 	touch $@
