@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = new_app()
 EXAMPLES = """
     cputrain image --script run_qa.py --file squad.py --file answers.py
-    cputrain image --script train.py --requirements requirements.txt --cputrain "cputrain[hf]==0.1.0"
+    cputrain image --script train.py --cputrain "cputrain[hf]==0.1.0"
     cputrain image --tag registry.example.com/me/train:1 --mpi openmpi --build
 """
 
