@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import cputrain
+
 # Imported first: other systems' asyncio and torch don't ask for what is taken away.
 _ELSEWHERE = """
 import os, platform, sys
@@ -91,3 +93,10 @@ def test_a_command_works(
     done = run(python_without_kernels, _COMMAND, *words, folder=tmp_path)
     assert done.returncode == code, done.stderr
     assert expected in " ".join((done.stdout + done.stderr).split()) and "Traceback" not in done.stderr
+
+
+def test_an_image_made_by_a_release_has_the_same_release(python_without_kernels: Path, tmp_path: Path) -> None:
+    done = run(python_without_kernels, _COMMAND, "image", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f'"cputrain[hf]=={cputrain.__version__}"' in (tmp_path / "Dockerfile").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"Dockerfile", ".dockerignore"}
