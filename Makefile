@@ -11,18 +11,21 @@ SANITIZE_TREE := build/sanitize
 SHAPES ?= 500
 SEED ?= 0
 FUZZ_SECONDS ?= 600
+# TORCH_BACKEND=cpu: torch from PyTorch's own CPU builds, which uv knows. Without it pip decides, and may bring CUDA's.
+TORCH_BACKEND ?=
 INSTALLED := $(VENV)/.installed
 PYTEST_ARGS ?=
 # Many tests wait for processes, so that more workers than cores pay. A worker takes whole files.
 WORKERS ?= 3
 BENCH_ARGS ?=
 SWEEP_ARGS ?=
+WHEEL_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel clean
+.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel wheel-test clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
 install: $(INSTALLED) ## create .venv, with cputrain (editable) and all that development needs
 
@@ -30,6 +33,7 @@ install: $(INSTALLED) ## create .venv, with cputrain (editable) and all that dev
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("cputrain needs Python 3.10 or later, found %d.%d: set PYTHON=python3.x" % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(if $(TORCH_BACKEND),$(PIP) install --quiet uv && $(BIN)/uv pip install --python $(BIN)/python -c constraints.txt --torch-backend $(TORCH_BACKEND) torch)
 	$(PIP) install --quiet -c constraints.txt "scikit-build-core>=0.11" cmake ninja
 	$(PIP) install --quiet -c constraints.txt --no-build-isolation -e ".[hf,dev]"
 	touch $@
@@ -46,7 +50,7 @@ demo: build ## train a small question-answering model, stock and optimised side 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some, WORKERS=0 for one after the other)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
-soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, full disks, a scanner, torch's own tests
+soak: build ## what takes hours: 10,000 shapes under sanitizers, every model type, older transformers, faults, torch's own tests, wheels
 	$(MAKE) sanitize SHAPES=10000
 	$(BIN)/python -m tests.sweep --all $(SWEEP_ARGS)
 	$(BIN)/python -m tests.integrations.earlier 4.48 -m pytest tests/parity
@@ -57,6 +61,7 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
 	$(BIN)/python -m tests.distributed.restarts --restarts 100
 	$(BIN)/python -m tests.distributed.torchs_suite --ranks 2 3 4
+	$(MAKE) wheel-test
 
 fuzz: build ## give every parser nonsense, guided by atheris (FUZZ_SECONDS=600 for each)
 	$(BIN)/python -c "import atheris" 2>/dev/null || $(PIP) install --quiet -c constraints.txt atheris
@@ -98,6 +103,9 @@ wheel: $(INSTALLED) ## build both wheels (Linux x86-64; py3-none-any without ker
 	$(BIN)/python -c 'from scikit_build_core.build import build_sdist; build_sdist("dist")'
 	$(BIN)/twine check --strict dist/*
 	@ls -l dist
+
+wheel-test: wheel ## use what `make wheel` made: in Debian 11 and 12 (debootstrap, as root), and compiled from the sdist
+	$(BIN)/python -m tests.wheels $(WHEEL_ARGS)
 
 clean: ## remove all that was built; .venv stays
 	rm -rf build dist src/cputrain/lib .pytest_cache .mypy_cache .ruff_cache

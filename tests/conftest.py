@@ -15,7 +15,7 @@ from cputrain import hardware, native
 from cputrain.formats import choose
 
 HERE = Path(__file__).parent
-WAITING = ("cluster", "distributed", "examples", "launch")
+WAITING = ("cluster", "distributed", "examples", "launch", "wheels")
 _ORDER = ["portable", "avx2", "avx512"]
 RUNNABLE = _ORDER[: _ORDER.index(hardware.best_isa(environ={})[0]) + 1]
 

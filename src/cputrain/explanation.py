@@ -67,7 +67,12 @@ def _wrapped(first: str, text: str, indent: int, width: int) -> list[str]:
 
 def _html(rows: list[Row], cell: str) -> str:
     """Rows of a table. Names of modules and classes are the user's: whatever they hold is shown as text."""
-    made = ["".join(f'<{cell} style="text-align:left">{html.escape(text)}</{cell}>' for text in row) for row in rows]
+    style = "text-align:left;vertical-align:top"
+    styles = (f"{style};white-space:nowrap", f"{style};white-space:nowrap", style)  # only the last column is wrapped
+    made = [
+        "".join(f'<{cell} style="{how}">{html.escape(text)}</{cell}>' for how, text in zip(styles, row, strict=True))
+        for row in rows
+    ]
     return "".join(f"<tr>{row}</tr>" for row in made)
 
 

@@ -28,8 +28,11 @@ def test_a_torch_for_cuda_ends_the_build_and_the_user_is_a_number() -> None:
 
 
 def test_only_named_files_reach_the_build(tmp_path: Path) -> None:
-    made = Image("x:1", "dist/cputrain.whl", requirements="needs.txt", script="my script.py")
-    assert image.dockerignore(made).splitlines() == ["*", "!dist/cputrain.whl", "!needs.txt", "!my script.py"]
+    made = Image("x:1", "dist/cputrain.whl[hf]", requirements="needs.txt", script="my script.py", beside=("a/b.py",))
+    admitted = ["!dist/cputrain.whl", "!needs.txt", "!my script.py", "!a/b.py"]
+    assert image.dockerignore(made).splitlines() == ["*", *admitted]
+    assert '"/tmp/cputrain.whl[hf]"' in image.dockerfile(made)
+    assert 'COPY ["a/b.py", "/workspace/b.py"]' in image.dockerfile(made)
     assert 'COPY ["my script.py", "/workspace/my script.py"]' in image.dockerfile(made)
     with pytest.raises(ValueError, match="no such file"):
         image.write(made, tmp_path)
@@ -45,6 +48,7 @@ def test_a_dockerfile_of_somebody_elses_stays(tmp_path: Path) -> None:
 
 def test_the_command_says_how_to_build_and_push(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "cputrain", "image", "--folder", str(tmp_path), "--tag", "r.example/qa:1"]
+    command += ["--cputrain", "cputrain[hf]==0.1.0"]
     for _ in range(2):  # its own files are written anew
         answer = subprocess.run(
             [*command, "--torch-index", "https://i.example/cpu"], capture_output=True, text=True, check=True
@@ -57,7 +61,8 @@ def test_the_command_says_how_to_build_and_push(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong",
     [{"tag": "A B"}, {"base": "x\nRUN id"}, {"script": "../x"}, {"script": "/x"}, {"requirements": "a\nb"},
-     {"mpi": "lam"}, {"user": 0}, {"cputrain": "x; id"}, {"script": "!x"}, {"cputrain": "/a.whl"}],
+     {"mpi": "lam"}, {"user": 0}, {"cputrain": "x; id"}, {"script": "!x"}, {"cputrain": "/a.whl"},
+     {"cputrain": "a.whl[x y]"}, {"beside": ("../a",)}, {"script": "a.py", "beside": ("b/a.py",)}],
 )  # fmt: skip
 def test_bad_input_is_a_sentence(wrong: dict) -> None:
     with pytest.raises(ValueError, match=r"^[^\n]+\.$"):

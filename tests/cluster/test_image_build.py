@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
 pytestmark = [
     pytest.mark.skipif("CPUTRAIN_BUILD_IMAGE" not in os.environ, reason="takes minutes: set CPUTRAIN_BUILD_IMAGE=1"),
     pytest.mark.skipif(sys.version_info[:2] != (3, 11), reason="wheels are for this Python, the base has 3.11"),
@@ -25,14 +24,19 @@ pytestmark = [
     pytest.mark.timeout(7200),
 ]
 BASE = "localhost/debian-python:3.11"
+TASK = """
+def loss_of(model, inputs):
+    return (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+"""
 TRAIN = """
 import os, torch, cputrain
+from task import loss_of
 torch.manual_seed(0)
 model = torch.nn.Sequential(torch.nn.Linear(16, 32), torch.nn.GELU(), torch.nn.LayerNorm(32), torch.nn.Linear(32, 1))
 model, optimizer = cputrain.optimize(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
 inputs, losses = torch.randn(64, 16), []
 for _ in range(100):
-    loss = (model(inputs) - inputs.sum(1, keepdim=True)).pow(2).mean()
+    loss = loss_of(model, inputs)
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -109,17 +113,30 @@ def test_it_is_built_trains_and_refuses_a_torch_for_cuda(environ: dict[str, str]
     folder = Path(environ["FOLDER"])
     wheels, context = folder / "wheels", folder / "context"
     context.mkdir()
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir"]
-    run(*pip, context, "--no-build-isolation", "--no-deps", ROOT, environ=dict(os.environ))
-    (wheel,) = context.glob("*.whl")
-    run(*pip, wheels, wheel, f"torch=={torch.__version__}", environ=dict(os.environ))
-    write_index(wheels)
-    write_torch_for_cuda(wheels / "cuda" / "torch-99.0-py3-none-any.whl")
     (context / "train.py").write_text(TRAIN)
+    (context / "task.py").write_text(TASK)
     (context / "secret.txt").write_text("stays out")
     (context / "needs.txt").write_text("safetensors\n")
-    image = [sys.executable, "-m", "cputrain", "image", "--build", "--folder", context, "--cputrain", wheel.name]
-    image += ["--script", "train.py", "--requirements", "needs.txt", "--torch-index", "file:///wheels/simple"]
+    image = [
+        sys.executable,
+        "-m",
+        "cputrain",
+        "image",
+        "--folder",
+        context,
+        "--script",
+        "train.py",
+        "--file",
+        "task.py",
+    ]
+    image += ["--requirements", "needs.txt", "--torch-index", "file:///wheels/simple"]
+    run(*image, environ=dict(os.environ))  # compiles a wheel of this checkout
+    (wheel,) = context.glob("*.whl")
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir"]
+    run(*pip, wheels, f"{wheel}[hf]", f"torch=={torch.__version__}", environ=dict(os.environ))
+    write_index(wheels)
+    write_torch_for_cuda(wheels / "cuda" / "torch-99.0-py3-none-any.whl")
+    image += ["--build", "--cputrain", f"{wheel.name}[hf]"]  # the same, without compiling again
     run(*image, "--base", base, "--tag", "localhost/qa:1", environ=environ)
 
     container = run("buildah", "from", "--pull-never", "localhost/qa:1", environ=environ).stdout.strip()
@@ -128,7 +145,10 @@ def test_it_is_built_trains_and_refuses_a_torch_for_cuda(environ: dict[str, str]
     trained = run(*inside, "cputrain", "launch", "--num_processes", "2", "train.py", environ=environ)
     assert trained.stdout.count("TRAINED 1000 True") == 2, trained.stdout
     assert "another allocator" not in trained.stderr  # Debian's python3 is served by glibc
-    assert run(*inside, "ls", "/workspace", environ=environ).stdout.split() == ["train.py"]
+    assert run(*inside, "ls", "/workspace", environ=environ).stdout.split() == ["task.py", "train.py"]
+    assert (
+        "5." in run(*inside, "python", "-c", "import transformers as t; print(t.__version__)", environ=environ).stdout
+    )
     preloaded = ["env", "LD_PRELOAD=libtcmalloc.so.4", "grep", "-c", "libtcmalloc", "/proc/self/maps"]
     assert int(run(*inside, *preloaded, environ=environ).stdout) > 0
 

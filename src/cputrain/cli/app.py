@@ -115,6 +115,8 @@ def _option(option: Any) -> str:
 
 def _meaning(option: Any) -> str:
     default = option.default
+    if "--help" in option.opts:
+        return "Show this page."
     if option.is_flag or default is None or callable(default) or default in ("", (), []):
         return option.help or ""
     return f"{option.help} (default: {default})"

@@ -10,6 +10,7 @@ from pathlib import Path
 import cputrain
 from cputrain.cli import doctor, installation
 from cputrain.cli.app import command, new_app
+from cputrain.cli.wrapping import on_a_terminal
 from cputrain.secrets_in_clear import is_secret_name, shown_value
 
 app = new_app()
@@ -37,7 +38,7 @@ def env() -> None:
     """
     lines = list(_lines(doctor.examine()))
     width = max(len(name) for name, _ in lines)
-    print("\n".join(f"{name:<{width}}  {value}" for name, value in lines))
+    print("\n".join(on_a_terminal(f"{name:<{width}}  ", value, width + 2) for name, value in lines))
 
 
 def _lines(report: doctor.Report) -> Iterator[tuple[str, str]]:

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import inspect
-import shutil
 import textwrap
 from collections.abc import Iterable
 
+from cputrain.cli.wrapping import filled, terminal_width
+
 Rows = list[tuple[str, str]]
 
-_WIDEST = 140  # longer lines are hard to read
-_NARROWEST = 40
 _NAMES_END = 32  # a longer name stands on a line of its own; on wide terminals it may take three tenths of the width
 
 
 def page(usage: Iterable[str], text: str, lists: Iterable[tuple[str, Rows]], examples: str) -> str:
     """The whole page, without a newline at its end. Examples are shown as they are written."""
-    width = max(_NARROWEST, min(shutil.get_terminal_size().columns, _WIDEST))
+    width = terminal_width()
     parts = [_usage(usage, width)]
-    parts += [_filled(paragraph, width, "  ") for paragraph in inspect.cleandoc(text).split("\n\n")]
+    parts += [filled(" ".join(paragraph.split()), width, "  ") for paragraph in inspect.cleandoc(text).split("\n\n")]
     parts += [f"{title}:\n{_two_columns(rows, width)}" for title, rows in lists if rows]
     parts.append(f"Examples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}")
     return "\n\n".join(parts)
@@ -28,7 +27,7 @@ def _usage(commands: Iterable[str], width: int) -> str:
     lines: list[str] = []
     for command in commands:
         start = "Usage: " if not lines else "       "
-        lines.append(_filled(command, width, start, "           "))
+        lines.append(filled(command, width, start, "           "))
     return "\n".join(lines)
 
 
@@ -41,17 +40,5 @@ def _two_columns(rows: Rows, width: int) -> str:
         if len(name) > longest:
             lines.append(f"  {name}")
             name = ""
-        lines.append(_filled(text, width, f"  {name}".ljust(start), " " * start))
+        lines.append(filled(text, width, f"  {name}".ljust(start), " " * start))
     return "\n".join(lines)
-
-
-def _filled(text: str, width: int, first: str, others: str | None = None) -> str:
-    """Wrapped between words only: neither options nor paths are cut in two."""
-    return textwrap.fill(
-        " ".join(text.split()),
-        width,
-        initial_indent=first,
-        subsequent_indent=first if others is None else others,
-        break_on_hyphens=False,
-        break_long_words=False,
-    )

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import shlex
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cputrain.cli.app import command, new_app
 
+if TYPE_CHECKING:
+    from cputrain.cluster import image as cluster
+
 app = new_app()
 EXAMPLES = """
-    cputrain image --script run_qa.py --requirements requirements.txt
+    cputrain image --script run_qa.py --file squad.py --file answers.py
+    cputrain image --script train.py --cputrain "cputrain[hf]==0.1.0"
     cputrain image --tag registry.example.com/me/train:1 --mpi openmpi --build
 """
 
@@ -26,6 +31,10 @@ def image(
     script: Annotated[
         str | None, typer.Option("--script", metavar="FILE", help="A script to put into /workspace.")
     ] = None,
+    beside: Annotated[
+        list[str],
+        typer.Option("--file", metavar="FILE", help="A file that the script needs beside it; may be repeated."),
+    ] = [],  # noqa: B006 typer's way to say: none
     requirements: Annotated[
         str | None, typer.Option("--requirements", metavar="FILE", help="What else pip shall install, as pip reads it.")
     ] = None,
@@ -33,12 +42,19 @@ def image(
         str | None, typer.Option("--mpi", metavar="openmpi|mpich|intel", help="An MPI, and ssh: for an MPIJob.")
     ] = None,
     torch_index: Annotated[
-        str | None, typer.Option("--torch-index", metavar="URL", help="Where pip finds torch for CPUs.")
+        str | None,
+        typer.Option(
+            "--torch-index",
+            metavar="URL",
+            help="Where pip finds torch for CPUs; else uv takes PyTorch's own CPU build.",
+        ),
     ] = None,
     package: Annotated[
         str | None,
         typer.Option(
-            "--cputrain", metavar="PACKAGE", help="A wheel in the folder, or a requirement; else this version."
+            "--cputrain",
+            metavar="PACKAGE",
+            help="A wheel in the folder, or a requirement; else a wheel built from this checkout, or this release.",
         ),
     ] = None,
     user: Annotated[
@@ -53,10 +69,11 @@ def image(
 
     chosen = cluster.Image(
         tag=tag,
-        cputrain=package or f"cputrain=={__version__}",
+        cputrain=package or f"cputrain[hf]=={__version__}",
         base=base,
         requirements=requirements,
         script=script,
+        beside=tuple(beside),
         mpi=mpi,
         user=user,
     )
@@ -67,6 +84,9 @@ def image(
     builder = cluster.find_builder()
     if build and builder is None:
         raise ValueError(f"none of {', '.join(cluster.BUILDERS)} works here: build without --build where one does.")
+    cluster.check_target(chosen, folder)
+    if package is None:
+        chosen = _from_checkout(chosen, folder)
     written = cluster.write(chosen, folder)
     making, pushing = cluster.commands(chosen, folder, builder or "docker", torch_index)
     print(f"Written: {' and '.join(map(str, written))}.")
@@ -74,3 +94,14 @@ def image(
     if build:
         cluster.build(making)
         print(f"Built: {tag}")
+
+
+def _from_checkout(chosen: cluster.Image, folder: Path) -> cluster.Image:
+    """The image with a wheel of the tree that this cputrain runs from; as it is, if that is a release."""
+    from cputrain.cluster import checkout
+
+    tree = checkout.find()
+    if tree is None:
+        return chosen
+    print(f"Building a wheel of {tree} …", flush=True)
+    return replace(chosen, cputrain=f"{checkout.build_wheel(tree, folder)}[hf]")

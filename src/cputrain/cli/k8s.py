@@ -12,6 +12,7 @@ from cputrain import text_files
 from cputrain.cli.app import command, new_app
 from cputrain.cli.job_options import JobOptions, option
 from cputrain.cli.option_fields import with_fields
+from cputrain.cli.wrapping import on_a_terminal
 
 app = new_app(
     help="Train on a Kubernetes cluster with Kubeflow: write the job, check it, submit it, follow it.",
@@ -106,7 +107,8 @@ def _as_lines(found: dict[str, list[Any]], unknown: dict[str, list[Any]]) -> Non
         for finding in findings:
             place = f" ({finding.path})" if finding.path else ""
             stop = "" if finding.sentence.endswith("?") else "."
-            print(f"{name}:{finding.line}: {finding.severity}: {finding.sentence}{stop}{place}")
+            begin = f"{name}:{finding.line}: {finding.severity}: "
+            print(on_a_terminal(begin, f"{finding.sentence}{stop}{place}", indent=4))
         for each in unknown[name]:
             print(f"{name}:{each.line}: {each.sentence}", file=sys.stderr)
     counts = [f"{count} {word}{'' if count == 1 else 's'}" for word, count in _counts(found).items()]

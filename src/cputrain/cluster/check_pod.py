@@ -61,7 +61,7 @@ def _resources(container: Container) -> Iterator[Problem]:
     if missing:
         have = "has" if len(missing) == 1 else "have"
         said = f"{' and '.join(missing)} {have} no limit, so the pod isn't Guaranteed, and its neighbours slow it down"
-        yield hint(where, f"{said}: set it")
+        yield hint(where, f"{said}: set {'it' if len(missing) == 1 else 'both'}")
     for name in ("cpu", "memory"):
         limit, request = limits.get(name), requests.get(name)
         if limit is not None and request is not None and quantity.found(limit) != quantity.found(request):

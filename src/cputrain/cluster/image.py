@@ -12,6 +12,7 @@ from pathlib import Path
 from cputrain import text_files
 from cputrain.cluster import names
 
+UV_CPU = "--torch-backend cpu"  # as in README's line for users: no index has to be named
 BUILDERS = ("docker", "podman", "buildah")
 # MPIJob's launcher and workers talk through ssh; the other kinds need neither.
 _MPI_PACKAGES = {
@@ -20,20 +21,24 @@ _MPI_PACKAGES = {
     "mpich": ("mpich", "openssh-client", "openssh-server"),
     "intel": ("openssh-client", "openssh-server"),
 }
-_REQUIREMENT = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._-]*(?:\[[A-Za-z0-9,._-]+\])?(?:[=<>!~]=?[A-Za-z0-9.*+!]+)?", re.ASCII
-)
+_EXTRAS = r"(?:\[[A-Za-z0-9,._-]+\])?"
+_REQUIREMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]*{_EXTRAS}(?:[=<>!~]=?[A-Za-z0-9.*+!]+)?", re.ASCII)
+_WHEEL = re.compile(rf"(?P<file>.*\.whl)(?P<extras>{_EXTRAS})", re.ASCII | re.DOTALL)
 
 
 @dataclass(frozen=True)
 class Image:
-    """What goes into the image. Files lie in the build's folder and are named relative to it."""
+    """What goes into the image. Files lie in the build's folder and are named relative to it.
+
+    `cputrain` is a requirement (cputrain[hf]==0.1.0) or a wheel, which may have extras too (cputrain-0.1.0.whl[hf]).
+    """
 
     tag: str
     cputrain: str
     base: str = "python:3.12-slim"
     requirements: str | None = None
     script: str | None = None
+    beside: tuple[str, ...] = ()  # what the script imports or reads
     mpi: str | None = None
     user: int = 1000
 
@@ -44,19 +49,26 @@ class Image:
             raise ValueError(f"the MPI must be openmpi, mpich or intel, found {self.mpi!r}.")
         if not 1 <= self.user < 2**31:
             raise ValueError(f"the user's number must be 1 or more, found {self.user}.")
-        for file in (self.requirements, self.script, self.wheel):
-            if file is not None:
-                _check_inside(file)
+        for file in self.files:
+            _check_inside(file)
+        names_inside = [Path(file).name for file in self.workspace]
+        if len(set(names_inside)) < len(names_inside):
+            raise ValueError(f"two of {', '.join(self.workspace)} would have one name in /workspace: rename one.")
         if self.wheel is None and not _REQUIREMENT.fullmatch(self.cputrain):
             raise ValueError(f"cputrain must be a requirement or a .whl file, found {self.cputrain!r}.")
 
     @property
     def wheel(self) -> str | None:
-        return self.cputrain if self.cputrain.endswith(".whl") else None
+        found = _WHEEL.fullmatch(self.cputrain)
+        return found["file"] if found else None
+
+    @property
+    def workspace(self) -> list[str]:
+        return [*([self.script] if self.script is not None else []), *self.beside]
 
     @property
     def files(self) -> list[str]:
-        return [file for file in (self.wheel, self.requirements, self.script) if file is not None]
+        return [file for file in (self.wheel, self.requirements, *self.workspace) if file is not None]
 
 
 def _check_inside(file: str) -> None:
@@ -79,9 +91,7 @@ def dockerfile(image: Image) -> str:
         *([" && mkdir -p /run/sshd \\"] if image.mpi else []),
         " && rm -rf /var/lib/apt/lists/*",
         "",
-        "# The index of CPU builds, if pip's own has builds for CUDA. Those take gigabytes and compute nothing here.",
-        'ARG TORCH_INDEX=""',
-        'RUN pip install --no-cache-dir ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch',
+        *_torch(),
         "",
         *_cputrain(image),
         "",
@@ -98,15 +108,26 @@ def dockerfile(image: Image) -> str:
     return "\n".join(lines)
 
 
+def _torch() -> list[str]:
+    return [
+        "# uv knows where PyTorch's CPU builds are. Others are for CUDA: they take gigabytes and compute nothing here.",
+        'ARG TORCH_INDEX=""',
+        'RUN if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir --index-url "$TORCH_INDEX" torch; \\',
+        "    else pip install --no-cache-dir uv \\",
+        f'     && uv pip install --python "$(command -v python)" --no-cache {UV_CPU} torch; fi',
+    ]
+
+
 def _cputrain(image: Image) -> list[str]:
     extra = ["impi-rt==2021.18.1"] if image.mpi == "intel" else []
     extra += ["mpi4py"] if image.mpi in ("openmpi", "mpich") else []
     if image.wheel is None:
         return [f"RUN pip install --no-cache-dir {json.dumps(image.cputrain)} {' '.join(extra)}".rstrip()]
-    name = Path(image.wheel).name
+    target = f"/tmp/{Path(image.wheel).name}"
+    extras = image.cputrain.removeprefix(image.wheel)
     return [
-        f"COPY {json.dumps([image.wheel, f'/tmp/{name}'])}",
-        f"RUN {json.dumps(['pip', 'install', '--no-cache-dir', f'/tmp/{name}', *extra])}",
+        f"COPY {json.dumps([image.wheel, target])}",
+        f"RUN {json.dumps(['pip', 'install', '--no-cache-dir', target + extras, *extra])}",
     ]
 
 
@@ -117,8 +138,7 @@ def _users_files(image: Image) -> list[str]:
             f"COPY {json.dumps([image.requirements, '/tmp/requirements.txt'])}",
             "RUN pip install --no-cache-dir -r /tmp/requirements.txt",
         ]
-    if image.script:
-        lines.append(f"COPY {json.dumps([image.script, '/workspace/' + Path(image.script).name])}")
+    lines += [f"COPY {json.dumps([file, '/workspace/' + Path(file).name])}" for file in image.workspace]
     return [*lines, ""]
 
 
@@ -148,14 +168,20 @@ def _answers(builder: str) -> bool:
     return answer.returncode == 0
 
 
-def write(image: Image, folder: Path) -> list[Path]:
-    """Dockerfile and .dockerignore; a Dockerfile that isn't ours is never overwritten."""
+def check_target(image: Image, folder: Path) -> None:
+    """Whether `write` would find all files, and overwrite no Dockerfile but our own."""
     missing = [file for file in image.files if not (folder / file).is_file()]
     if missing:
         raise ValueError(f"{folder / missing[0]} can't be read: there is no such file.")
     target = folder / "Dockerfile"
     if target.exists() and not text_files.read(target).startswith("# Made by `cputrain image`."):
         raise ValueError(f"{target} exists and isn't cputrain's: move it, or choose another --folder.")
+
+
+def write(image: Image, folder: Path) -> list[Path]:
+    """Dockerfile and .dockerignore."""
+    check_target(image, folder)
+    target = folder / "Dockerfile"
     text_files.write(folder / ".dockerignore", dockerignore(image))
     text_files.write(target, dockerfile(image))
     return [target, folder / ".dockerignore"]

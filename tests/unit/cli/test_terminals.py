@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import io
 import os
+import pty
+import re
 import signal
+import struct
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 
@@ -42,6 +48,39 @@ def test_characters_have_look_alikes() -> None:
     stream.seek(0)
     assert stream.read() == "2 x 3 ... 4 - 5, Z\\xfcrich, \\u65e5"
     assert "2 × 3 … Zürich".encode("latin-1", plain_text._HANDLER).decode("latin-1") == "2 × 3 ... Zürich"
+
+
+FAULTY = Path(__file__).parents[2] / "cluster" / "manifests" / "faulty" / "memory_64M.yaml"
+
+
+def on_a_terminal(words: list[str], columns: int) -> str:
+    """What a command writes to a terminal that is so wide."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "cputrain", *words], stdout=theirs, env=environment, cwd=FAULTY.parent
+    )
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # the end of a terminal is an error on Linux
+        while part := os.read(ours, 65536):
+            said += part
+    process.wait()
+    os.close(ours)
+    return said.decode()
+
+
+@pytest.mark.parametrize("words", [["env"], ["k8s", "check", FAULTY.name]], ids=["env", "check"])
+@pytest.mark.parametrize("columns", [80, 140])
+def test_lines_are_wrapped_between_words_on_a_terminal_and_whole_elsewhere(words: list[str], columns: int) -> None:
+    command = [sys.executable, "-m", "cputrain", *words]
+    whole = subprocess.run(command, capture_output=True, text=True, check=False, cwd=FAULTY.parent).stdout
+    shown = on_a_terminal(words, columns).splitlines()
+    assert max(map(len, whole.splitlines())) > 80
+    for line in filter(lambda line: len(line) > columns, shown):  # one word is longer, or stands after a long name
+        assert " " not in re.split(r"\s{2,}", line)[-1], line
+    assert " ".join(" ".join(shown).split()) == " ".join(whole.split())  # no word is lost or cut
 
 
 @pytest.mark.parametrize("words", [["doctor"], ["run", "train.py"]], ids=["doctor", "run"])
