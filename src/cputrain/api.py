@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import logging
 import weakref
 from dataclasses import dataclass, field
 from typing import Literal, overload
@@ -13,18 +12,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from cputrain import hardware, memory, native, settings, terminal_log
+from cputrain import hardware, log, memory, native, settings
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
 from cputrain.layers import attention_config, encoder, heads, patch, recognise
 from cputrain.layers.patch import Patches
+from cputrain.log import logger
 from cputrain.native import workspace
 from cputrain.optimizers import clipping, takeover
 
 Padding = Literal["drop", "keep"]
-
-logger = logging.getLogger("cputrain")
-terminal_log.show_where_nobody_logs()
+log.show_where_nobody_logs()
 
 # model.__dict__ key of the record of what was done to it; copied with the model.
 _RECORD = "_cputrain"

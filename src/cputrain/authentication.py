@@ -14,9 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import functools
 import hmac
-import logging
 import secrets
 import selectors
 import socket
@@ -25,7 +23,7 @@ import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger, say_once
 
 TOKEN = "CPUTRAIN_TOKEN"
 SECONDS = 10.0  # for one connection to show that it knows the token
@@ -54,15 +52,10 @@ def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
 def say_if_unprotected(environ: Mapping[str, str]) -> None:
     """For the process that listens: without a token any program that speaks this protocol may take part."""
     if not environ.get(TOKEN):
-        _say_once(
+        say_once(
             f"{TOKEN} isn't set: any program that reaches the ports of this run could take a rank's place; set it to "
             "the same secret on all machines"
         )
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    logger.warning(line)
 
 
 def _code(key: bytes, side: bytes, nonces: bytes, number: bytes) -> bytes:

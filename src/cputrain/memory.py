@@ -8,12 +8,11 @@ to be preloaded, and a process that did preload another allocator is left alone.
 from __future__ import annotations
 
 import ctypes
-import logging
 import platform
 import sys
 from dataclasses import dataclass
 
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger
 
 _MB = 1 << 20
 # From <malloc.h>.

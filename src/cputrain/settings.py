@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import logging
 import os
 from typing import TYPE_CHECKING
+
+from cputrain.log import say_once
 
 if TYPE_CHECKING:
     import torch
@@ -18,15 +18,13 @@ BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
 # How many cores of each rank are kept free for communication, and which CPUs these are ("6,7") where ranks are bound.
 COMMUNICATION_CORES, COMMUNICATION_CPUS = "CPUTRAIN_CORES_FOR_COMMUNICATION", "CPUTRAIN_COMMUNICATION_CPUS"
 
-logger = logging.getLogger("cputrain")
-
 
 def win_over(script_dtype: str | torch.dtype, script_padding: str) -> tuple[str | torch.dtype, str]:
     """dtype and padding of a call of `optimize`, or what the environment says instead."""
     dtype, padding = one_of(DTYPE, DTYPES), one_of(PADDING, PADDINGS)
     for name, asked, given in ((DTYPE, dtype, script_dtype), (PADDING, padding, script_padding)):
         if asked not in (None, given):
-            _say_once(f"{name}={asked} holds, in place of the script's {given}")
+            say_once(f"{name}={asked} holds, in place of the script's {given}")
     return dtype or script_dtype, padding or script_padding
 
 
@@ -36,8 +34,3 @@ def one_of(name: str, known: tuple[str, ...]) -> str | None:
     if value and value not in known:
         raise ValueError(f"{name} must be one of {', '.join(known)}, found {value!r}.")
     return value or None
-
-
-@functools.cache
-def _say_once(line: str) -> None:
-    logger.warning(line)

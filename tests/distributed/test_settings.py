@@ -8,6 +8,7 @@ import os
 import pytest
 import torch
 
+from cputrain import log
 from cputrain.distributed import backend, communication_cpus, variables
 from cputrain.distributed.engines import compiled, mpi_library, oneccl_library
 from cputrain.distributed.work import Lane
@@ -40,7 +41,7 @@ def test_cores_that_are_not_there_are_said_and_change_nothing(monkeypatch, caplo
 
 
 def test_variables_without_effect_are_said_once(caplog) -> None:
-    variables._say_once.cache_clear()
+    log.mention_once.cache_clear()
     environ = {"CCL_ATL_TRANSPORT": "ofi", "CCL_WORKER_COUNT": "1"}
     with caplog.at_level(logging.INFO, "cputrain"):
         variables.say_what_has_no_effect("shm+oneccl", environ)
@@ -52,7 +53,7 @@ def test_variables_without_effect_are_said_once(caplog) -> None:
             "CCL_WORKER_COUNT has no effect",
         ]
         caplog.clear()
-        variables._say_once.cache_clear()
+        log.mention_once.cache_clear()
         variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
         variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_CORES_FOR_COMMUNICATION": "1"})
         assert not caplog.messages, "launch has kept the cores, and ccl's threads run there, or wherever is room"

@@ -8,7 +8,7 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState, GradientState
 
-from cputrain.integrations import notices
+from cputrain import log
 
 
 @pytest.fixture(autouse=True)
@@ -18,8 +18,8 @@ def fresh(monkeypatch: pytest.MonkeyPatch):
     before = dict(os.environ)  # TrainingArguments writes into it, too: ACCELERATE_DYNAMO_BACKEND, before 5.0
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # for models this small more are slower
-    notices.say_once.cache_clear()
-    notices.mention_once.cache_clear()
+    log.say_once.cache_clear()
+    log.mention_once.cache_clear()
     yield
     os.environ.clear()
     os.environ.update(before)

@@ -208,7 +208,7 @@ def _as_a_terminal_shows(line: str) -> str:
 
 
 def test_without_run_warnings_have_the_prefix_unless_the_script_logs(folder: Path) -> None:
-    code = "from cputrain.integrations import accelerate, notices; {}; notices.say_once('mind')"
+    code = "from cputrain.integrations import accelerate, notices; from cputrain import log; {}; log.say_once('mind')"
     for logs, expected in (
         ("", "cputrain: mind\n"),
         ("import logging; logging.basicConfig()", "WARNING:cputrain:mind\n"),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 import cputrain
-from cputrain.layers import patch
+from cputrain import log
 from tests.model_zoo import tiny
 
 
 @pytest.fixture(autouse=True)
 def nothing_said_yet(caplog):
-    patch._log_once.cache_clear()
+    log.mention_once.cache_clear()
     caplog.set_level("INFO", "cputrain")
 
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as some
 
-from cputrain import authentication
+from cputrain import authentication, log
 from cputrain.authentication import TOKEN, Listener, Refused
 
 KEY = authentication.key_for("a test", {TOKEN: "the token"})
@@ -100,7 +100,7 @@ def test_without_a_token_the_protocol_is_the_same() -> None:
 
 
 def test_a_run_without_a_token_is_told_once(caplog) -> None:
-    authentication._say_once.cache_clear()
+    log.say_once.cache_clear()
     authentication.say_if_unprotected({TOKEN: "the token"})
     assert caplog.messages == []
     for _ in range(2):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cputrain
-from cputrain import settings
+from cputrain import log, settings
 from tests.integrations.tiny import bert
 
 
@@ -17,7 +17,7 @@ from tests.integrations.tiny import bert
 def unset(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (settings.DTYPE, settings.PADDING):
         monkeypatch.delenv(name, raising=False)
-    settings._say_once.cache_clear()
+    log.say_once.cache_clear()
 
 
 def facts(**asked: str) -> dict[str, str]:

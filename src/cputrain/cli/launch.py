@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import sys
@@ -17,9 +16,7 @@ from cputrain.integrations import notices, settings
 from cputrain.launch import allocator as allocators
 from cputrain.launch import config_file, dry_run, environment, import_path, join, plan, ranks, sinks
 from cputrain.launch.config import ENGINES, PORT, PRECISIONS, Config
-
-logger = logging.getLogger("cputrain")
-
+from cputrain.log import logger
 
 app = new_app()
 EXAMPLES = """

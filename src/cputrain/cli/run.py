@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from cputrain.cli.run_options import Target
 from cputrain.integrations import hook, notices
 from cputrain.launch import import_path, join
+from cputrain.log import say_once
 
 if TYPE_CHECKING:
     from cputrain.launch.rendezvous import Exchange
@@ -119,7 +120,7 @@ def _say_if_nothing_was_optimised() -> None:
     own_loops = sys.modules.get("cputrain.integrations.own_loops")
     advice = own_loops.advice() if own_loops is not None and _is_first() else None
     if advice is not None and not notices.said_why_stock():
-        notices.say_once(advice)
+        say_once(advice)
 
 
 def _is_first() -> bool:

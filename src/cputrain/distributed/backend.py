@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import logging
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -24,8 +23,7 @@ from cputrain.distributed.process_group import CclProcessGroup
 from cputrain.distributed.shared_memory import SharedMemoryTransport
 from cputrain.distributed.transport import Transport
 from cputrain.distributed.two_level import Levels, TwoLevelTransport
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger
 
 TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
 # What can carry data between machines, and where it is made. Loaded when it is used: each needs packages of its own.

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import logging
 import os
 from collections.abc import Iterator
 
+from cputrain.log import say_once
 from cputrain.settings import COMMUNICATION_CPUS
-
-logger = logging.getLogger("cputrain")
 
 
 def cpus() -> set[int]:
@@ -44,9 +41,4 @@ def _move(wanted: frozenset[int]) -> None:
     try:
         os.sched_setaffinity(0, wanted)
     except OSError as error:
-        _say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")
-
-
-@functools.cache
-def _say_once(text: str) -> None:
-    logger.warning(text)
+        say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")

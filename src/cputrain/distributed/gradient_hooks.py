@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
+from cputrain.log import logger
 from cputrain.settings import COMPRESSIONS
-
-logger = logging.getLogger("cputrain")
 
 
 def register(model: DistributedDataParallel, compression: str) -> None:

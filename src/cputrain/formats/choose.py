@@ -16,8 +16,7 @@ import torch
 
 from cputrain import attempt, hardware
 from cputrain.formats import Bf16, Bf16Saved, Fp32, Int16, speed
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger, say_once
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 AUTO = "auto: "  # begins the reason of a choice that nobody made
@@ -61,7 +60,7 @@ def _bf16() -> Choice:
     clear = ratio is not None and ratio > 1
     better = f"; dtype='int16' is more exact, and its products are {ratio:.2f} × as fast" if clear else ""
     reason = f"asked for: {_cpu()} {lacks}, so activations are kept as bf16 and products run in fp32{better}"
-    _say_once(f"bf16 was {reason}")
+    say_once(f"bf16 was {reason}")
     return Choice("bf16", Bf16Saved.name, reason)
 
 
@@ -141,8 +140,3 @@ def _store() -> torch.distributed.Store | None:
 
 def _cpu() -> str:
     return f"this CPU ({hardware.this_machine().model.value})"
-
-
-@cache
-def _say_once(line: str) -> None:
-    logger.warning("%s", line)

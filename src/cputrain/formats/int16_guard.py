@@ -8,7 +8,6 @@ and raises an error if that saves other tensors than the first time.
 
 from __future__ import annotations
 
-import logging
 import weakref
 from dataclasses import dataclass, field
 
@@ -16,8 +15,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats.int16_sample import sampled_columns, sampled_error, sampled_rows
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger
 
 # A look multiplies a few vectors of each side: milliseconds, once in so many forwards of a layer. A prime number: of a
 # layer that runs 12 times in a model's forward, or has two operators, each has its turn.

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import logging
 import os
 import statistics
 import tempfile
@@ -27,8 +26,7 @@ from torch import Tensor
 
 from cputrain import __version__, hardware, native, user_folders
 from cputrain.formats import FORMATS, Bf16, Dense, Fp32, Int16
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger
 
 # Each product is 0.15 billion multiplications: 4 ms on a core with AVX2, and as deep and wide as in a real layer.
 _TOKENS, _IN, _OUT = 256, 768, 768

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader
 
 from cputrain import hardware
 from cputrain.integrations import collectives, data_parallel, hook, settings
-from cputrain.integrations.notices import Refused, mention_once, say_once, say_stock_once
-from cputrain.terminal_log import show_where_nobody_logs
+from cputrain.integrations.notices import Refused, say_stock_once
+from cputrain.log import mention_once, say_once, show_where_nobody_logs
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 

@@ -16,8 +16,8 @@ from accelerate.state import PartialState
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from cputrain.integrations import settings
-from cputrain.integrations.notices import mention_once
 from cputrain.integrations.sample_lengths import Lengths, NotKnown, has_a_label_each, lengths_of
+from cputrain.log import mention_once
 
 
 def is_shuffled(loader: DataLoader) -> bool:

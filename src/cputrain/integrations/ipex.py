@@ -11,7 +11,8 @@ from torch.optim import Optimizer
 
 from cputrain import __version__, api
 from cputrain.integrations import settings
-from cputrain.integrations.notices import Refused, say_once, say_stock_once
+from cputrain.integrations.notices import Refused, say_stock_once
+from cputrain.log import say_once
 
 __all__ = ["__version__", "optimize"]
 

@@ -6,28 +6,13 @@ the script's logging sends them; a script that set up none sees warnings, in the
 
 from __future__ import annotations
 
-import functools
 import logging
 
-from cputrain.terminal_log import Terminal
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import Terminal, logger, say_once
 
 
 class Refused(ValueError):
     """The user asked for what can't be done. `cputrain run` shows the sentence alone, and ends with 2."""
-
-
-@functools.cache
-def say_once(line: str) -> None:
-    """What the user should know of, but needn't act on at once."""
-    logger.warning(line)
-
-
-@functools.cache
-def mention_once(line: str) -> None:
-    """What went as it should."""
-    logger.info(line)
 
 
 _stays_stock: list[str] = []  # why

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cputrain.integrations.notices import Refused, say_once
+from cputrain.integrations.notices import Refused
+from cputrain.log import say_once
 from cputrain.settings import (
     BALANCE,
     BALANCES,

@@ -12,7 +12,8 @@ import torch
 import transformers.training_args as stock
 
 from cputrain.integrations import collectives, hook
-from cputrain.integrations.notices import Refused, say_once
+from cputrain.integrations.notices import Refused
+from cputrain.log import say_once
 
 _BACKEND = stock.TrainingArguments.__dataclass_fields__["ddp_backend"].metadata
 

@@ -22,9 +22,8 @@ from cputrain.launch import (
     sinks,
     topology,
 )
+from cputrain.log import logger
 from cputrain.settings import COMMUNICATION_CORES, COMMUNICATION_CPUS
-
-logger = logging.getLogger("cputrain")
 
 # What `cputrain launch` tells the ranks that it starts.
 EXPECTED, VERSION = "CPUTRAIN_EXPECTED_RANKS", "CPUTRAIN_EXPECTED_VERSION"

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from cputrain.launch.config import PORT, Config
 from cputrain.launch.ranks import Node, number, stands_alone
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import logger
 
 # torch's own default for a rendezvous whose endpoint has no port.
 _RENDEZVOUS_PORT = 29400

@@ -9,9 +9,7 @@ layers among code that isn't ours run as stock then: that code may count on resu
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
-from functools import cache
 from typing import Any
 
 import torch
@@ -19,8 +17,7 @@ from torch import Tensor, nn
 
 from cputrain import hardware
 from cputrain.formats import Format, speed
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import say_once
 
 # module.__dict__ key of a model whose parts run under autocast, because the CPU is fast at it.
 RUNS_IN_BF16 = "_cputrain_runs_in_bf16"
@@ -37,16 +34,11 @@ def wanted(module: nn.Module, format: Format) -> bool | None:
         return False
     if speed.bf16_pays():
         return None
-    _say_once()
+    why = "is slower at it than at fp32" if hardware.has_bf16() else "has no bf16, and would emulate it"
+    say_once(f"autocast to bf16 is switched off inside the model: this CPU {why}")
     return False
 
 
 def as_floats(values: Iterable[Any]) -> list[Any]:
     """What came from a part that ran under autocast, as the fp32 that the parameters are in."""
     return [x.float() if isinstance(x, Tensor) and x.dtype == torch.bfloat16 else x for x in values]
-
-
-@cache
-def _say_once() -> None:
-    why = "is slower at it than at fp32" if hardware.has_bf16() else "has no bf16, and would emulate it"
-    logger.warning("autocast to bf16 is switched off inside the model: this CPU %s", why)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import logging
 import sys
 import types
 from collections.abc import Callable, Iterable
@@ -23,8 +22,7 @@ from torch.nn.modules import module as module_hooks
 from cputrain.formats import FP32, Format, Fp32, probing
 from cputrain.layers import autocast
 from cputrain.layers.probe import Formula, difference
-
-logger = logging.getLogger("cputrain")
+from cputrain.log import mention_once
 
 # Begins the names of all that cputrain keeps in a module's __dict__ beside methods.
 OWN = "_cputrain_"
@@ -173,12 +171,7 @@ def step_aside(module: nn.Module, reason: str, what: str = AS_STOCK) -> None:
     if probing.get():
         return
     module.__dict__[STEPPED_ASIDE] = reason
-    _log_once(type(module).__name__, what, reason)
-
-
-@functools.lru_cache(maxsize=1024)
-def _log_once(kind: str, what: str, reason: str) -> None:
-    logger.info("%s %s in this call: %s", kind, what, reason)
+    mention_once(f"{type(module).__name__} {what} in this call: {reason}")
 
 
 def situation_obstacle() -> str | None:

@@ -7,7 +7,6 @@ collects only the rest. So it sits beneath everything that wraps `step`: schedul
 
 from __future__ import annotations
 
-import logging
 from abc import ABC, abstractmethod
 from typing import Any, TypeAlias
 
@@ -15,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from cputrain.log import logger
 from cputrain.optimizers.tensors import is_plain, lies_like
 
 Group: TypeAlias = "dict[str, Any]"
 Row: TypeAlias = "tuple[Tensor, ...]"  # a parameter, its gradient, and the tensors of its state
-
-logger = logging.getLogger("cputrain")
 
 
 class FusedStep(ABC):

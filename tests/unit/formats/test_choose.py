@@ -13,10 +13,9 @@ import torch
 import torch.multiprocessing
 
 import cputrain
-from cputrain import hardware
+from cputrain import hardware, log
 from cputrain.formats import choose, speed
 from cputrain.hardware import Fact
-from cputrain.layers import autocast
 
 pytestmark = pytest.mark.chooses_precision
 
@@ -25,8 +24,7 @@ pytestmark = pytest.mark.chooses_precision
 def own_cache(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     choose.automatic.cache_clear()
-    choose._say_once.cache_clear()
-    autocast._say_once.cache_clear()
+    log.say_once.cache_clear()
     choose._told.clear()
     monkeypatch.setattr(speed, "_found", {})
     yield tmp_path / "cputrain" / "product_speed.json"

@@ -1,12 +1,25 @@
-"""Lines of the logger `cputrain` on the terminal, all with the prefix `cputrain:`."""
+"""The one logger, lines that are said once, and how they look on a terminal: all with the prefix `cputrain:`."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import sys
 
 logger = logging.getLogger("cputrain")
+
+
+@functools.cache
+def say_once(line: str) -> None:
+    """What the user should know of, but needn't act on at once."""
+    logger.warning("%s", line)
+
+
+@functools.cache
+def mention_once(line: str) -> None:
+    """What went as it should."""
+    logger.info("%s", line)
 
 
 class Terminal(logging.StreamHandler):
