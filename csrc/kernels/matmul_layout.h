@@ -30,13 +30,13 @@ constexpr int kTileRows = 4;
 constexpr int kTileVecs = 2;
 constexpr int kTileCols = kTileVecs * kWidth;
 
-// Values that share a scale, at most. A panel of the right operand (16 or 32 vectors × 384 × 2
-// bytes = 12 or 24 KB) and one of the left (3 or 6 KB) fit the first-level cache of 32 KB (48 KB
-// where there is AVX-512 with VNNI); 384 divides the sizes of most transformers.
+// Values that share a scale, at most. A panel of the right operand (16 or 32 vectors × 512 × 2
+// bytes = 16 or 32 KB) and one of the left (4 or 8 KB) fit the first-level cache of 32 KB (48 KB
+// where there is AVX-512 with VNNI). A depth is cut into equal blocks: 768 into two of 384.
 constexpr int64_t kMaxBlock = 512;
 constexpr int64_t kDepthStep = 32;  // depth that the packing loops handle at once, at least
 
-// Pairs that the innermost loop handles before it jumps back: a block has at most 48 jumps then,
+// Pairs that the innermost loop handles before it jumps back: a block has at most 64 jumps then,
 // which branch prediction can count.
 constexpr int kPairStep = 4;
 

@@ -2,10 +2,11 @@
 //
 // A block's values are multiplied by a factor so that their Euclidean norm becomes at most kNorm
 // and the largest at most 32767, then rounded. By Cauchy and Schwarz no sum of products of two such
-// blocks, nor any part of one, exceeds the product of their norms: rounding adds at most √384 / 2 <
-// 10 to a norm, and (46300 + 10)² < 2³¹, so that 32-bit sums can't overflow; the rest up to √2³¹ =
-// 46340 leaves room for the rounding of the norm itself. A bound by the largest value alone (128 ·
-// 4095² < 2³¹) would cost two to three bits of every value, and more with outliers.
+// blocks, nor any part of one, exceeds the product of their norms: rounding adds at most √512 / 2 <
+// 12 to a norm (kMaxBlock values), and (46300 + 12)² < 2³¹, so that 32-bit sums can't overflow; the
+// rest up to √2³¹ = 46340 leaves room for the rounding of the norm itself. A bound by the largest
+// value alone (128 · 4095² < 2³¹) would cost two to three bits of every value, and more with
+// outliers.
 //
 // A block with an infinity or a NaN gets the scale NaN: all results that it enters are NaN, where
 // fp32 would give NaN or an infinity. A block of zeros gets the scale 0.
