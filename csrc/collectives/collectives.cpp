@@ -21,7 +21,7 @@ struct Reduction {
 };
 
 // Reduces a range of a chunk that all others have shown into this rank's own, page by page where
-// somebody's is zeros.
+// a rank's is zeros.
 void reduce_shown(const Member& m, char* mine, int64_t first, int64_t last, const Reduction& how) {
   const char* sources[kMostRanks];
   const auto is_shown = [&](int64_t page) {

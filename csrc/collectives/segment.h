@@ -1,7 +1,7 @@
 // The memory that the ranks of one machine share, and how they wait for one another in it.
 //
 // A group works in rounds. In each, a rank may write into its slot, then posts the round; others
-// read. Slots alternate, and nobody writes round r before all have posted round r - 1, that is,
+// read. Slots alternate, and no rank writes round r before all have posted round r - 1, that is,
 // have read round r - 2, whose slot it was. So one counter per rank is all the synchronisation
 // there is, and no rank is more than one round ahead of another.
 #pragma once
@@ -27,8 +27,8 @@ struct Header {
   int64_t operation, dtype, reduction, root, bytes;
   int64_t call, step;  // number of the user's collective if this is a step of one, and which step
 };
-// Word by word, because whoever reports a failure may read a header that its rank is writing: the
-// report is then of either collective, and nobody reads half a word.
+// Word by word, because a rank that reports a failure may read a header that its rank is writing:
+// the report is then of either collective, and no rank reads half a word.
 inline void write_header(Header* to, const Header& header) {
   uint64_t words[sizeof(Header) / 8];
   memcpy(words, &header, sizeof header);
@@ -46,7 +46,7 @@ inline Header read_header(const Header* from) {
 constexpr int kHeaders = 4;  // a rank is at most one round, hence one collective, ahead
 
 // A counter that one rank moves and others wait for. The futex word and the number of sleepers
-// share a cache line, because whoever moves the one looks at the other.
+// share a cache line, because the rank that moves the one looks at the other.
 struct alignas(128) Counter {
   uint32_t value;
   uint32_t sleepers;
@@ -61,7 +61,7 @@ struct alignas(128) Pipe {  // bytes from one rank to another, a ring
 };
 struct alignas(128) Preamble {
   uint64_t magic;
-  uint32_t failed;  // 1 while somebody writes the lines below, 2 when they are there
+  uint32_t failed;  // 1 while a rank writes the lines below, 2 when they are there
   int32_t kind, culprit, reporter;
 };
 
@@ -175,7 +175,7 @@ class Member {
     while (true) {
       __atomic_fetch_add(&counter->sleepers, 1, __ATOMIC_SEQ_CST);
       const uint32_t seen = __atomic_load_n(&counter->value, __ATOMIC_SEQ_CST);
-      // Now and then awake, to look whether the peer still lives and nobody gave up.
+      // Now and then awake, to look whether the peer still lives and no rank gave up.
       const timespec slice = {0, 50000000};
       long result = 0;
       int error = 0;
@@ -241,7 +241,7 @@ class Member {
     return last;
   }
 
-  // Whether a process has ended, as its pidfd tells; whoever still holds its sockets doesn't count.
+  // Whether a process has ended, as its pidfd tells; a holder of its sockets doesn't count.
   bool is_dead(int64_t peer) const {
     if (peer == rank() || !group_->pidfds || group_->pidfds[peer] < 0) return false;
     pollfd ask = {group_->pidfds[peer], POLLIN, 0};
@@ -257,7 +257,7 @@ class Member {
   }
 
   // Whether waiting still makes sense. A process that ended without having left the group died,
-  // even if it isn't the one that is waited for: nobody can finish without it.
+  // even if it isn't the one that is waited for: no rank can finish without it.
   bool is_sound(int64_t awaited) {
     if (failed_elsewhere()) return false;
     for (int64_t peer = 0; peer < ranks(); peer++)
@@ -310,7 +310,7 @@ class Member {
     return fail(kCclMismatch, peer);
   }
 
-  // Whoever waited for nobody in the collective before this one compares now.
+  // A rank that waited for no other in the collective before this one compares now.
   bool check_previous() {
     if (mine_.sequence < 2) return true;
     const Header previous = control(rank())->headers[(mine_.sequence - 1) % kHeaders];

@@ -40,9 +40,9 @@ struct Sources {
   }
 };
 
-// The part of a table's gradient that one thread owns: some columns of some rows. Whoever owns it,
-// a row gets its tokens' gradients in their order, so the result doesn't depend on the number of
-// threads.
+// The part of a table's gradient that one thread owns: some columns of some rows. Any thread may
+// own it: a row gets its tokens' gradients in their order, so the result doesn't depend on the
+// number of threads.
 struct Share {
   int64_t first_column, columns, classes, my_class;
 

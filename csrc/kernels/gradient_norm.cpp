@@ -56,7 +56,7 @@ void KERNEL(sum_of_squares)(int64_t count, const int64_t* sizes, const float* co
   for_each_block(blocks, [&](int64_t block, int64_t t, int64_t begin, int64_t end) {
     parts[block] = sum_of_squares(grads[t] + begin, end - begin);
   });
-  double total = 0;  // in the order of the blocks, whoever computed them
+  double total = 0;  // in the order of the blocks, whichever thread computed them
   for (int64_t block = 0; block < blocks.total; block++) total += parts[block];
   *result = total;
 }

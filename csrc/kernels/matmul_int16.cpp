@@ -289,7 +289,7 @@ struct Parts {
 // from the others' when it is done with them. A weight's gradient sums over all tokens: there, a
 // run is gone through once for each block of them, so that a block, once packed, is in the cache
 // for all parts; and a pass begins when the one kBlocksHeld before it has ended everywhere, because
-// its block takes that one's place. A part's blocks are added in order, whoever does them.
+// its block takes that one's place. A part's blocks are added in order, by any thread.
 constexpr int64_t kBlocksHeld = 2;
 
 class Runs {
@@ -313,7 +313,7 @@ class Runs {
     Share of_pass;  // in this run
   };
   // The next turn, whose part has had all passes before; or a part of -1. Never waits for a turn
-  // that nobody has taken: there may be fewer threads than runs.
+  // that no thread has taken: there may be fewer threads than runs.
   Turn take(int64_t thread) {
     for (;; sched_yield()) {
       bool left = false;

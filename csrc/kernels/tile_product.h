@@ -1,7 +1,7 @@
 // Products of small matrices that are already in cache: C = A B or C += A B.
 //
 // B and C are row-major with rows of whole vectors; A is read element by element, so it may as well
-// be stored transposed. No packing here: whoever calls has laid the tiles out.
+// be stored transposed. No packing here: the caller has laid the tiles out.
 #pragma once
 
 #include "simd.h"

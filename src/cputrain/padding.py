@@ -1,7 +1,7 @@
 """Batches without their padding: what travels through a model in place of a mask tensor.
 
 `PaddingMask` leaves transformers' mask factory: which positions of the padded batch are real, and stock's own mask if
-somebody needs it. An encoder or a layer turns it into `RaggedTokens`: the real tokens as one row of the batch, with the
+it is needed. An encoder or a layer turns it into `RaggedTokens`: the real tokens as one row of the batch, with the
 places that they came from. Both reach the attention as the argument `attention_mask`, so that checkpointing replays
 them.
 """

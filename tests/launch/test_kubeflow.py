@@ -102,8 +102,8 @@ def test_a_process_for_each_cpu_of_the_host_is_not_followed(caplog) -> None:
         ({**ELASTIC, "PET_RDZV_BACKEND": "static"}, "PET_NNODES=1:4, and machines that may come and go need a rend"),
         ({**ELASTIC, "PET_RDZV_CONF": "join_timeout"}, "PET_RDZV_CONF is 'join_timeout': write NAME=VALUE"),
         ({**ELASTIC, "PET_MAX_RESTARTS": "many"}, "PET_MAX_RESTARTS must be a whole number, found 'many'"),
-        ({"PET_NNODES": "2"}, "nobody says where 2 machines meet"),
-        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "nobody says which of 2 machines this is"),
+        ({"PET_NNODES": "2"}, "it is not said where 2 machines meet"),
+        ({"PET_NNODES": "2", "PET_MASTER_ADDR": "x"}, "it is not said which of 2 machines this is"),
     ],
 )
 def test_what_is_missing_or_nonsense_is_a_sentence(told: dict[str, str], said: str) -> None:

@@ -54,7 +54,7 @@ ELASTIC = {"PET_RDZV_ENDPOINT": "job-worker-0:23456", "PET_RDZV_BACKEND": "c10d"
         ({**INTEL, **TORCHRUN}, 3, 4, 1, 2, "environment"),
         ({**SRUN, **OPENMPI, **INTEL, **TORCHRUN}, 3, 4, 1, 2, "environment"),
         ({**OPENMPI, **INTEL}, 1, 2, 1, 2, "openmpi"),
-        # Whoever numbers ranks wins over what speaks of a machine: torchrun, mpirun or srun within a pod.
+        # What numbers ranks wins over what speaks of a machine: torchrun, mpirun or srun within a pod.
         ({**TRAINJOB, **TORCHRUN}, 3, 4, 1, 2, "environment"),
         ({**TRAINJOB, **INTEL}, 2, 4, 0, 2, "pmi"),
         ({"RANK": "1", "WORLD_SIZE": "2", **OPENMPI}, 1, 2, 1, 2, "openmpi"),
@@ -106,7 +106,7 @@ def test_nodes(environ, node) -> None:
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, r"none of MPI_LOCALRANKID, SLURM_LOCALID"),
         ({"PET_NNODES": "4:1"}, r"PET_NNODES is '4:1': write a number of machines, N, or the least and the most, N:M"),
         ({"PET_NNODES": "0"}, r"PET_NNODES is '0'"),
-        ({"RANK": "1"}, r"RANK=1 says that there are others, but nobody how many: set WORLD_SIZE"),
+        ({"RANK": "1"}, r"RANK=1 says that there are others, but not how many: set WORLD_SIZE"),
         ({"RANK": "1", "LOCAL_RANK": "1"}, r"RANK=1 says that there are others"),
         ({"PET_NNODES": "few"}, r"PET_NNODES is 'few'"),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "2"}, r"machine 2 can't be among 2"),
@@ -138,7 +138,7 @@ def test_a_node_with_one_process_is_a_rank(stay) -> None:
     ("environ", "said"),
     [
         (TRAINJOB, "this is a machine for 3 processes"),
-        (ELASTIC, "this is one of 2 machines, but nobody says which"),
+        (ELASTIC, "this is one of 2 machines, but the environment doesn't say which"),
     ],
 )
 def test_a_node_with_several_needs_launch(environ, said) -> None:
@@ -179,7 +179,7 @@ def test_a_users_threads_get_a_warning_that_says_what_they_cost(stay, caplog) ->
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({join.EXPECTED: "2"}, "2 ranks were asked for, found none: nobody numbered this process"),
+        ({join.EXPECTED: "2"}, "2 ranks were asked for, found none: no launcher numbered this process"),
         ({join.EXPECTED: "8", **TORCHRUN}, r"8 ranks were asked for, found 4 \(RANK=3"),
         ({join.VERSION: "0.0.9"}, r"has cputrain .*, the machine that launches has 0\.0\.9: install the same"),
     ],

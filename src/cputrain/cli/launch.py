@@ -170,7 +170,7 @@ def launch(
 
 @dataclass(frozen=True)
 class _Chosen:
-    """A configuration, the number of processes if somebody named one, and where it came from."""
+    """A configuration, the number of processes if one was named, and where it came from."""
 
     config: Config
     size: int | None
@@ -207,7 +207,7 @@ def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -
 
 
 def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) -> int:
-    """Somebody else started the ranks: this is one of them, and starts nothing."""
+    """Another launcher started the ranks: this process is one of them, and starts none."""
     if chosen.size is not None and chosen.size != place.size:
         raise ValueError(
             f"{chosen.source} asks for {chosen.size} processes, but {place.size} were started ({place.reason}): "
@@ -216,7 +216,7 @@ def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) ->
     config = chosen.config
     added = _labels(config, task)
     if config.max_restarts and place.rank == 0:
-        logger.warning("max_restarts has no effect: whoever started this rank would have to start it anew")
+        logger.warning("max_restarts has no effect: the launcher that started this rank would have to start it anew")
     if config.main_process_ip and not (os.environ.get("MASTER_ADDR") or os.environ.get("PET_MASTER_ADDR")):
         added |= {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
     return _here(task, added, place, dry)

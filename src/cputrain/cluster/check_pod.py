@@ -21,7 +21,7 @@ from cputrain.cluster.job_containers import Container
 from cputrain.cluster.loose_values import items, mapping
 from cputrain.cluster.problem import Problem, Where, hint, warning
 
-# Variables that are meant for a training, whoever sets them.
+# Variables that are meant for a training, in whichever container they are set.
 _FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")
 # What runc needs to start any process, and what importing torch takes.
 _LEAST, _LEAST_FOR_TORCH = 6 * 2**20, 256 * 2**20

@@ -20,7 +20,7 @@ from cputrain.cluster.kubectl import Kubectl, refusal
 from cputrain.cluster.loose_values import mapping
 
 _MOUNT = "/data"
-_SECONDS = 3600  # the reader ends by itself, should nobody be left to delete it
+_SECONDS = 3600  # the reader ends by itself, should no process be left to delete it
 
 
 def reader(name: str, claim: str, trained: dict[str, Any]) -> dict[str, Any]:

@@ -28,7 +28,7 @@ class Ranks:
     resources: dict[str, Any]
     nodes_are_chosen: bool
     command: Sequence[str] = ()
-    # With a Master the operator tells each pod its RANK, and a script of one process needs nobody to start it.
+    # With a Master the operator tells each pod its RANK, and a script of one process needs no launcher.
     rank_is_told: bool = False
     # torch, mpi, flux, jax, xgboost, or "" for a runtime that leaves the ranks alone.
     started_by: str = "torch"

@@ -31,7 +31,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
 
 def _elastic_policy(job: Job) -> Any:
     least, most = job.elastic or (job.workers, job.workers)
-    fixed = "least = most = workers: training starts when all are there, never with whoever came first"
+    fixed = "least = most = workers: training starts when all are there, never with only those that came first"
     policy = {
         "rdzvBackend": "c10d",
         "rdzvId": Noted(f"{job.name}-{job.rendezvous}", "of this job alone: two jobs never meet"),

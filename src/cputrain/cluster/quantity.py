@@ -50,7 +50,7 @@ def positive(text: str, what: str) -> Fraction:
 
 
 def bytes_of(text: str, what: str) -> int:
-    """A size in whole bytes; half a byte, as in `100m` of memory, is somebody's mistake."""
+    """A size in whole bytes; half a byte, as in `100m` of memory, is a mistake."""
     value = positive(text, what)
     if value.denominator != 1:
         raise ValueError(

@@ -65,7 +65,7 @@ def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> boo
 
 def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
     try:
-        # JSON: what arrives is the data, whoever reads it.
+        # JSON: what arrives is the data, for any reader.
         kubectl.run("create", "--filename=-", "--output=name", *words, given=json.dumps(document))
     except Refused as refusal:
         name = called(document)

@@ -45,10 +45,10 @@ class AloneTransport(Transport):
         pass
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
-        raise ValueError("a group of one rank has nobody to send to.")
+        raise ValueError("a group of one rank has no other rank to send to.")
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
-        raise ValueError("a group of one rank has nobody to receive from.")
+        raise ValueError("a group of one rank has no other rank to receive from.")
 
     def begin_call(
         self, text: str, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None

@@ -98,7 +98,7 @@ def _asked() -> str:
 
 
 def _engine(asked: str) -> Callable[..., Engine]:
-    """gloo comes with torch and needs no setting up, so it is what nobody asked for."""
+    """gloo comes with torch and needs no setting up, so it is the default."""
     module, name = ENGINES.get(asked, ENGINES["gloo"])
     return getattr(importlib.import_module(f"cputrain.distributed.engines.{module}"), name)
 

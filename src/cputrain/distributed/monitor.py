@@ -73,7 +73,7 @@ class Monitor:
         self._entered, self._entered_at = number, time.monotonic()
 
     def absent(self) -> int | None:
-        """Who has not come to the collective that this rank waits in; None if nobody is known, or it is too early."""
+        """The rank that has not come to the collective in which this rank waits; None if unknown, or too early."""
         return next(iter(self.all_absent()), None)
 
     def all_absent(self) -> list[int]:
@@ -84,7 +84,7 @@ class Monitor:
         return [0] if absent[:1] == [0] else absent
 
     def culprit(self) -> int | None:
-        """Who is most likely the cause if a collective has failed; None if nobody is known to be gone."""
+        """The rank that most likely caused a collective's failure; None if no rank is known to be gone."""
         return self.dead if self.dead >= 0 else next(iter(self.left), None)
 
     def tell_difference(self, other: int) -> None:

@@ -79,7 +79,7 @@ def reduction_number(operation: ReduceOp | ReduceOp.RedOpType) -> int:
 
 
 def dtype_number(dtype: torch.dtype, reduction: int) -> int:
-    """The number of a dtype that has this reduction; others are refused in one sentence, before anybody waits."""
+    """The number of a dtype that has this reduction; others are refused in one sentence, before any rank waits."""
     number = _DTYPE_NUMBERS.get(dtype)
     reduction = MEAN if reduction == PART_OF_MEAN else reduction
     impossible = (
@@ -284,7 +284,7 @@ class SharedMemory:
     def publish(
         self, name: str, source: int, sizes: Sequence[int], targets: Sequence[int], root: int, timeout: int
     ) -> None:
-        """Everybody's source, sizes[r] bytes long, goes to whoever has a place for it (targets[r] not 0)."""
+        """Every rank's source, sizes[r] bytes long, goes to the ranks with a place for it (targets[r] not 0)."""
         pointers, lengths = _pointers(targets), _sizes(sizes)
         self._call(
             Collective(

@@ -1,4 +1,4 @@
-"""Who shares a machine: ranks offer memory over abstract Unix sockets, and whoever can open it shares it.
+"""Who shares a machine: ranks offer memory over abstract Unix sockets, and the ranks that can open it share it.
 
 Nothing else is asked. Host names, addresses and boot ids are the same in places that share no memory (two pods of one
 node), and different in places that do. The memory has no name (`memfd`), so nothing is left of it when the last
@@ -26,7 +26,7 @@ from cputrain import __version__, authentication
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
-# For tests: "0,1;2" lets ranks 0 and 1 share memory and nobody else, as if 2 were on another machine.
+# For tests: "0,1;2" lets ranks 0 and 1 share memory with no other, as if 2 were on another machine.
 APART = "CPUTRAIN_CCL_TEST_MACHINES"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RANK = struct.Struct("i")

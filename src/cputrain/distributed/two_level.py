@@ -46,7 +46,7 @@ class Levels:
 
 
 def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
-    """Whoever was told of a failure by its own machine looks up who it was, or tells the other machines.
+    """A rank that its own machine told of a failure looks up which rank it was, or tells the other machines.
 
     Others may be in the middle of what failed here: engines must not be ended properly any more.
     """
@@ -195,7 +195,7 @@ class TwoLevelTransport(Transport):
         self._exchange(_bytes(outputs), _bytes(tensors), timeout)
 
     def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
-        """Everybody compares all sizes first: engines wait for ever for bytes that nobody sends."""
+        """Every rank compares all sizes first: engines wait for ever for bytes that no rank sends."""
         mine = torch.tensor([[t.numel() for t in inputs], [t.numel() for t in outputs]])
         sizes = torch.empty(self.size, 2, self.size, dtype=torch.int64)
         self._through(lambda: self._flat.all_gather(_bytes(list(sizes)), _bytes([mine])[0], timeout))
@@ -327,7 +327,7 @@ class TwoLevelTransport(Transport):
             raise
 
     def _tell_here(self, kind: int, culprit: int | None) -> None:
-        """Ends the wait of this machine's other ranks; nobody is blamed if nobody is known."""
+        """Ends the wait of this machine's other ranks; no rank is blamed if none is known."""
         self._local.report(kind, failures.nobody(self._peers) if culprit is None else culprit)
 
 

@@ -19,7 +19,7 @@ from cputrain.formats import Bf16, Bf16Saved, Fp32, Int16, speed
 from cputrain.log import logger, say_once
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
-AUTO = "auto: "  # begins the reason of a choice that nobody made
+AUTO = "auto: "  # begins the reason of a choice that the user left open
 _told: set[str] = set()
 
 
@@ -65,7 +65,7 @@ def _bf16() -> Choice:
 
 
 def tell(choice: Choice) -> None:
-    """Says once what `auto` chose, and why. fp32 surprises nobody."""
+    """Says once what `auto` chose, and why; fp32, which is stock's, only at level INFO."""
     if choice.reason.startswith(AUTO) and choice.reason not in _told:
         _told.add(choice.reason)
         level = logging.INFO if choice.format == Fp32.name else logging.WARNING

@@ -1,7 +1,8 @@
 """Deals the samples of a global batch to the ranks by length, so that no rank waits for another's longer samples.
 
 Every rank gets as many samples as before. The ranks' mean of means is then the same mean over the same samples, and so
-are the gradients, whoever got which. No rank loads more than before, and nothing is sent: each computes the same deal.
+are the gradients, however samples were dealt. No rank loads more than before, and nothing is sent: each computes the
+same deal.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ from cputrain.log import mention_once
 
 
 def is_shuffled(loader: DataLoader) -> bool:
-    """Whether a loader that isn't prepared yet draws samples at random: then nobody counts on their order."""
+    """Whether a loader that isn't prepared yet draws samples at random: then no code counts on their order."""
     return isinstance(get_sampler(loader), RandomSampler)
 
 
 def balance(loader: Any, *, order_counts: bool, own_loss: bool) -> None:
     """Changes how a prepared loader deals samples, if that is known to change nothing else; says once why not.
 
-    `own_loss`: the script computes a loss of its own, of which nobody knows how it weighs samples.
+    `own_loss`: the script computes a loss of its own, and how it weighs samples is unknown.
     """
     if not settings.balances() or settings.padding() == "keep":  # where padding is computed, samples cost the same
         return
@@ -69,7 +70,7 @@ def _shard(loader: Any, order_counts: bool, own_loss: bool) -> BatchSamplerShard
     if shard.num_processes == 1:  # Trainer makes it so for its `batch_rebalance`
         raise NotKnown("the sampler deals to ranks itself")
     if not hasattr(shard.batch_sampler, "__len__"):
-        raise NotKnown("nobody knows how many batches there are")
+        raise NotKnown("the number of batches is unknown")
     if not has_a_label_each(loader.dataset):
         raise NotKnown("the samples have no label of one value each, so that the loss may be a mean over tokens")
     return shard

@@ -21,7 +21,7 @@ _stock_choice = PartialState._prepare_backend
 
 
 def _choice(self: PartialState, cpu: bool = False, sagemaker_dp: bool = False, backend: str | None = None) -> Any:
-    """Ours where nobody asked for another one, and where it was asked for."""
+    """Ours where it was asked for, and where no backend was asked for."""
     with _no_bindings_sought():
         found, kind = _stock_choice(self, cpu, sagemaker_dp, None if backend == "ccl" else backend)
     wanted = backend == "ccl" or (backend is None and not settings.is_off())
@@ -45,7 +45,7 @@ def _no_bindings_sought() -> Iterator[None]:
 
 @contextlib.contextmanager
 def offered() -> Iterator[None]:
-    """Within it, whoever makes Accelerate's state gets our backend; outside, stock's is untouched."""
+    """Accelerate's state gets our backend if it is made within; outside, stock's is untouched."""
     before = PartialState._prepare_backend
     PartialState._prepare_backend = _choice
     try:

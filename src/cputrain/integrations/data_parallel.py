@@ -1,4 +1,4 @@
-"""DistributedDataParallel with `grad_compression`, whoever makes it: Accelerate, Trainer or a script's own loop.
+"""DistributedDataParallel with `grad_compression`, made by Accelerate, by Trainer or by a script's own loop.
 
 Imported while torch itself is being imported, so everything that needs torch is imported when a model is wrapped.
 """

@@ -1,7 +1,7 @@
 """Puts our classes in stock's place at the moment when a script imports the module that has them.
 
 Nothing is imported that the script doesn't ask for. Each module of ours ends with `take_place`, which does nothing
-unless `activate` was called: a plain `from cputrain import Trainer` changes nobody's transformers.
+unless `activate` was called: a plain `from cputrain import Trainer` leaves transformers as it is.
 """
 
 from __future__ import annotations

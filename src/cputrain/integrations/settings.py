@@ -62,10 +62,10 @@ def balances() -> bool:
 
 
 def precision(script_asks_for_bf16: bool) -> str:
-    """The dtype to give to `optimize`; what runs then is said in one line whenever somebody asked for a precision.
+    """The dtype to give to `optimize`; what runs then is said in one line whenever a precision was asked for.
 
-    The only place where the integrations ask `cputrain.precision`. A script's bf16 means "the fastest that is at least
-    as accurate as bf16 on this CPU", which is `auto`.
+    The only place where the integrations ask which format runs. A script's bf16 means "the fastest that is at least as
+    accurate as bf16 on this CPU", which is `auto`.
     """
     from cputrain.formats import choose
 

@@ -42,7 +42,7 @@ class TrainingArguments(stock.TrainingArguments):
 
     @cached_property
     def _setup_devices(self) -> torch.device:
-        """`ccl` among one rank is no backend at all: stock would ask for a process group that nobody made."""
+        """`ccl` among one rank is no backend at all: stock would ask for a process group that doesn't exist."""
         asked = self.ddp_backend
         if asked == "ccl":
             self.ddp_backend = None  # among several ranks that means ours

@@ -42,7 +42,7 @@ _CULPRIT_SECONDS = 3.0
 # After a rank has failed by itself, the others have so long to notice it, and to say so, before they are ended.
 _LAST_WORDS_SECONDS = 1.0
 _MEETING_SECONDS = 600
-# All have ended by then; whoever holds the store stays until the others have read that.
+# All have ended by then; the holder of the store stays until the others have read that.
 GOODBYE_SECONDS = 30.0
 
 
@@ -55,7 +55,7 @@ class OthersFailed(Exception):
 
 
 class MachineLost(OthersFailed):
-    """Another machine is gone without a word, so nobody else may know."""
+    """Another machine is gone without a word, so that others may not know."""
 
 
 def _lost(machines: list[int]) -> Failure:
@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
             return result
         if peers.all_ended():
             return result
-        # A machine that was lost before its ranks had ended: nobody knows what they still had to do.
+        # A machine that was lost before its ranks had ended: what they still had to do is unknown.
         lost = sorted({*peers.lost(), *unreachable})
         if lost and not self._remaining_restarts:
             raise MachineLost(_lost(lost))

@@ -17,7 +17,7 @@ def text(plan: Plan, task: Task) -> str:
 
 
 def text_of_one(place: Place | None, command: list[str], added: Mapping[str, str], inherited: Mapping[str, str]) -> str:
-    """Nothing is started: this process becomes the script's, alone or as the rank that somebody else started."""
+    """Nothing is started: this process becomes the script's, alone or as the rank that another launcher started."""
     found = {**inherited, **added}
     share, costs = join.shares(place, found)
     number, warning = topology.threads(found.get("OMP_NUM_THREADS"), share)

@@ -17,7 +17,7 @@ _FORWARDED = re.compile(
     r"(HTTPS?|NO|ALL)_PROXY|(https?|no|all)_proxy|SSL_CERT_(FILE|DIR)|(REQUESTS|CURL)_CA_BUNDLE|"
     r"XDG_CACHE_HOME|TMPDIR|MASTER_(ADDR|PORT)"
 )
-# Set for one process by whoever started it: another's rank would be wrong.
+# Set for one process by its launcher: another's rank would be wrong.
 _OF_ONE_PROCESS = ("CPUTRAIN_PARENT", "CPUTRAIN_STARTED_BY", "TORCHELASTIC_RUN_ID", "TORCH_NCCL_ASYNC_ERROR_HANDLING")
 
 

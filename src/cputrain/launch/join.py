@@ -86,7 +86,7 @@ def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
         )
     if found.rank is None:
         raise ValueError(
-            f"this is one of {found.most} machines, but nobody says which ({found.reason}): "
+            f"this is one of {found.most} machines, but the environment doesn't say which ({found.reason}): "
             "write cputrain launch in place of cputrain run."
         )
     return ranks.Place(found.rank, found.machines, 0, 1, "environment", found.reason)
@@ -103,7 +103,7 @@ def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) ->
         return
     least, _, most = expected.partition(":")
     if not int(least) <= (place.size if place else 1) <= int(most or least):
-        found = f"{place.size} ({place.reason})" if place else "none: nobody numbered this process"
+        found = f"{place.size} ({place.reason})" if place else "none: no launcher numbered this process"
         asked = f"{least} to {most}" if most else least
         raise ValueError(f"{asked} ranks were asked for, found {found}; is it another MPI's mpirun?")
 
@@ -170,7 +170,7 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
     if place is None:
         for name in ("CCL_WORKER_COUNT", "CCL_ATL_TRANSPORT"):
             if environ.get(name):
-                logger.info(f"{name} has no effect: this is one process, which communicates with nobody")
+                logger.info(f"{name} has no effect: this is one process, which has no other to communicate with")
         return
     if communication(environ):  # the backend then knows that threads were left out for it, bound or not
         environ[COMMUNICATION_CORES] = str(communication(environ))
@@ -203,7 +203,7 @@ def _set_threads(share: topology.Share, environ: MutableMapping[str, str]) -> li
 
 
 def _only_torchrun_says(asked: str | None, environ: MutableMapping[str, str]) -> bool:
-    """torchrun sets 1 where nobody set anything, so the environment that it was started with tells them apart."""
+    """torchrun sets 1 where nothing was set, so the environment that it was started with tells them apart."""
     if asked != "1" or "TORCHELASTIC_RUN_ID" not in environ:
         return False
     try:

@@ -57,7 +57,7 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
     address = told.get("MASTER_ADDR") or told.get("PET_MASTER_ADDR") or config.main_process_ip
     port = told.get("MASTER_PORT") or told.get("PET_MASTER_PORT") or config.main_process_port or PORT
     if not endpoint and not address:
-        raise ValueError(f"nobody says where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
+        raise ValueError(f"it is not said where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
     where = _with_port(endpoint) if endpoint else f"{address}:{port}"
     if backend != "static":
         return {"backend": backend, "endpoint": where, "run_id": told.get("PET_RDZV_ID") or "none"}
@@ -67,7 +67,9 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
             "set PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT."
         )
     if place.rank is None:
-        raise ValueError(f"nobody says which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK.")
+        raise ValueError(
+            f"it is not said which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK."
+        )
     return {"backend": "static", "endpoint": where, "machine": place.rank}
 
 

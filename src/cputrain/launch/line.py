@@ -172,7 +172,7 @@ def _start_beats(inputs: list[int]) -> int:
 
 
 def listen(descriptor: int, ended: Callable[[], None], heard: Callable[[], None] | None = None) -> None:
-    """Whoever started us holds the other end; when it closes, by whatever cause, or is silent, this is over."""
+    """The starter of this process holds the other end; when it closes, for any reason, or is silent, this is over."""
     while select.select([descriptor], [], [], SILENT_SECONDS)[0] and os.read(descriptor, 4096):
         if heard:
             heard()

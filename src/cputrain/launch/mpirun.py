@@ -104,10 +104,10 @@ def _wait(process: subprocess.Popen[bytes], lines: list[Line]) -> int:
 
 
 def _is_lost(one: Line, code: int) -> bool:
-    """Says so. A watch that was ended by somebody else is no reason to end a training."""
+    """Says so. A watch that was ended from outside is no reason to end a training."""
     sentence = one.ending(code)
     lost = one.is_lost()
-    what = "all machines are ended" if lost else "nobody watches it any more"
+    what = "all machines are ended" if lost else "it is no longer watched"
     print(f"cputrain: {sentence}; {what}.", file=sys.stderr)
     return lost
 

@@ -191,7 +191,7 @@ def main() -> None:
 
 
 def _end() -> None:
-    """Properly, unless that takes too long: whoever would read what is still to be said may be gone."""
+    """Properly, unless that takes too long: the reader of what is still to be said may be gone."""
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(_LAST_SECONDS)
     processes.end_descendants()

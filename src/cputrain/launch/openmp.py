@@ -33,7 +33,7 @@ def settings(kind: str, crowded: bool) -> dict[str, str]:
     """What to add beside OMP_NUM_THREADS.
 
     Threads are not bound one by one: the first would keep data-loader workers and communication on its core. Threads
-    that wait must not burn a core that somebody else computes on: Intel's and LLVM's spin for 200 ms by default.
+    that wait must not burn a core on which another process computes: Intel's and LLVM's spin for 200 ms by default.
     """
     if kind in ("Intel", "LLVM"):
         return {"KMP_BLOCKTIME": "0" if crowded else "1"}

@@ -80,7 +80,7 @@ class Output:
         while not ending or len(self._selector.get_map()) > 1:
             events = self._selector.select(timeout=2 if ending else None)
             if ending and not events:
-                break  # somebody who outlived the ranks holds a pipe, and is silent
+                break  # a process that outlived the ranks holds a pipe, and is silent
             for key, _ in events:
                 if key.data is None:
                     ending = b"q" in os.read(self._wake_read, _MOST) or ending
@@ -166,11 +166,11 @@ class _Source:
 
 
 def label(rank: int, folder: str | None, bars: bool) -> Callable[[], bool]:
-    """Labels what this process prints from now on, where nobody else does: under mpirun.
+    """Labels what this process prints from now on, where the launcher doesn't: under mpirun.
 
-    A child process copies, so that the last words of a rank that crashes come through; it ends when nobody can write
-    any more, or soon after the rank itself. The function that is returned waits for it, and answers whether output
-    was lost.
+    A child process copies, so that the last words of a rank that crashes come through; it ends when no process can
+    write any more, or soon after the rank itself. The function that is returned waits for it, and answers whether
+    output was lost.
     """
     if folder:
         text_files.make_folder(Path(folder))  # a sentence about it is this process's, not the child's

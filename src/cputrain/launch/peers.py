@@ -51,7 +51,7 @@ class Peers:
         return Failure(*json.loads(self._store.get(self._failed)))
 
     def all_heard(self) -> bool:
-        """Whether nobody needs the store any more, which may end with this process."""
+        """Whether no machine needs the store any more, which may end with this process."""
         return self._store.check(
             [f"cputrain/heard/{self.start}/{peer}" for peer in range(self._size) if peer != self._own]
         )

@@ -184,7 +184,7 @@ def _by_mpi(config: Config, machines: list[Machine], task: Task, found: mpi.Mpi,
 
 
 def _mpi_meeting(config: Config, machines: list[Machine], found: mpi.Mpi) -> dict[str, str]:
-    """Intel's and MPICH's ranks ask for the address; Open MPI has nobody to ask, so it is said."""
+    """Intel's and MPICH's ranks ask for the address; Open MPI's can't ask, so they are told."""
     if config.main_process_ip:
         return {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
     if found.kind != "Open MPI":

@@ -24,7 +24,7 @@ def adopt_orphans() -> None:
 
 
 def die_with(parent: int) -> None:
-    """Ends this process when its parent is gone, even if that was killed and could end nobody."""
+    """Ends this process when its parent is gone, even if that was killed and could end no child."""
     _prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != parent:  # it died before
         os._exit(128 + signal.SIGKILL)
@@ -112,7 +112,7 @@ def _lives(process: object) -> bool:
 
 
 def send(pid: int, number: int) -> None:
-    """Unless it is gone, or has become somebody else's."""
+    """Unless it is gone, or its number has become another process's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 

@@ -1,4 +1,4 @@
-"""Which rank this process is, if somebody else started it: torchrun, mpirun, srun or a Kubeflow operator."""
+"""Which rank this process is, if a launcher started it: torchrun, mpirun, srun or a Kubeflow operator."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine among several, whose processes are still to be started. What nobody says is None.
+    """One machine among several, whose processes are still to be started. What the environment doesn't say is None.
 
     Training begins with `machines` of them; `most` is larger where more may join while it runs.
     """
@@ -70,7 +70,7 @@ _NUMBERINGS = (
 
 
 def find(environ: Mapping[str, str]) -> Place | Node | None:
-    """The rank or the node that the environment speaks of, first match; None if nobody else started this process."""
+    """The rank or the node that the environment speaks of, first match; None if no launcher started this process."""
     for names in _NUMBERINGS:
         place = _place(names, environ)
         if place is not None:
@@ -128,7 +128,7 @@ def _node(environ: Mapping[str, str]) -> Node | None:
         return None
     if not told and not environ.get("WORLD_SIZE"):
         raise ValueError(
-            f"RANK={environ['RANK']} says that there are others, but nobody how many: set WORLD_SIZE, and for a rank "
+            f"RANK={environ['RANK']} says that there are others, but not how many: set WORLD_SIZE, and for a rank "
             "LOCAL_RANK, or unset RANK."
         )
     here = _processes_here(environ)

@@ -1,4 +1,4 @@
-"""Where the ranks meet: address and port of rank 0, from whoever says them, or asked of MPI."""
+"""Where the ranks meet: address and port of rank 0, as the environment says them, or asked of MPI."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines, or ranks, that are started each by itself find one another before they begin, and say whom they wait for.
+"""Machines, or ranks, that are started each by itself find one another before they begin, and name those missing.
 
 Number 0 listens where torch's store will be a moment later; every other one reports there with its number and version,
 and hears whether all are there, or what doesn't fit. Both show first that they know the run's token.
@@ -184,7 +184,7 @@ def _missing(own: Card, present: _Present, kind: Kind) -> str:
 
 
 def _hear(peer: socket.socket, own: Card, present: _Present, kind: Kind) -> None:
-    """Whoever hangs up, or is none of ours, is forgotten. A card that doesn't fit ends the launch on all machines."""
+    """A peer that hangs up, or isn't ours, is forgotten. A card that doesn't fit ends the launch on all machines."""
     state = present[peer]
     try:
         heard = peer.recv(_LONGEST_LINE - len(state.said))
@@ -276,7 +276,7 @@ def _reason(error: OSError) -> str:
     if isinstance(error, socket.gaierror):
         return "its name can't be resolved"
     if isinstance(error, TimeoutError):
-        return "nobody answers there"
+        return "no answer from there"
     if isinstance(error, authentication.Refused):
         return str(error)
     return os.strerror(error.errno) if error.errno else str(error)

@@ -50,7 +50,7 @@ def divide(machine: Hardware, ranks: int, communication: int = 0) -> Division:
 
 
 def alone(machine: Hardware, communication: int = 0) -> Division:
-    """All of it for one rank: nobody shares the mask, so the mask stays as it is."""
+    """All of it for one rank: no other rank shares the mask, so the mask stays as it is."""
     cores = machine.usable_cores.value
     threads = _computing(cores, communication)
     share = Share(None, threads, (), f"{_cores(cores)}: {machine.usable_cores.source}")

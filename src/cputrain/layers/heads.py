@@ -130,7 +130,7 @@ def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[n
         if module in done or not is_transformers_model(module):
             continue
         parts = set(module.modules())
-        if not untouched(module):  # a model with a span head, or one whose forward somebody replaced
+        if not untouched(module):  # a model with a span head, or one whose forward was replaced
             done |= parts
             continue
         inside = parts.intersection(encoders)

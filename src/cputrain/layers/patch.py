@@ -63,7 +63,7 @@ class Patches:
         computes: bool = True,
     ) -> None:
         """Puts `fused(module, stock, *args)` in the place of `module.method`; `stock` is the method of the class."""
-        assert untouched(module, method), "whoever put a method on the instance would be bypassed"
+        assert untouched(module, method), "a method that other code put on the instance would be bypassed"
         stock = getattr(type(module), method)
         wrapper = _wrapper(fused, type(module), method, stock)  # type: ignore[arg-type]
         module.__dict__[method] = types.MethodType(wrapper, module)
@@ -101,7 +101,7 @@ class Patches:
 
 
 def undo(model: nn.Module) -> None:
-    """Takes every method of ours off the model, also off copies of parts that somebody has made since."""
+    """Takes every method of ours off the model, also off copies of parts made since."""
     for part in model.modules():
         state = part.__dict__
         for name in [name for name, value in state.items() if is_ours(value)]:
@@ -246,7 +246,7 @@ _TORCH_FORWARDS = {
 
 
 def has_hook(module: nn.Module) -> bool:
-    """Whether somebody is to be told when `module` runs."""
+    """Whether a hook of other code is to be called when `module` runs."""
     found = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
     return any(found) and any(not _is_idle(hook, module) for hooks in found for hook in hooks.values())
 
@@ -261,7 +261,7 @@ def _is_idle(hook: Callable, module: nn.Module) -> bool:
 
 
 def untouched(module: nn.Module, method: str = "forward") -> bool:
-    """Whether `module.method` is its class's own: a method that somebody else put on the instance is never replaced."""
+    """Whether `module.method` is its class's own: a method that other code put on the instance is never replaced."""
     if isinstance(module, torch.jit.ScriptModule):  # runs what was compiled, whatever its instance says
         return False
     found = module.__dict__.get(method)

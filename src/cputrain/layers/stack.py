@@ -1,7 +1,7 @@
 """Stacks of layers that make their own mask (GPT-2, OPT, Mistral, ModernBERT …): the layers work on real tokens only.
 
 Such a model embeds, makes the mask, and hands both from layer to layer. The first layer that gets a `PaddingMask`
-gathers the real tokens; each returns `RaggedStates`, which the next one takes as they are. Whoever else looks at them
+gathers the real tokens; each returns `RaggedStates`, which the next one takes as they are. Other code that reads them
 finds stock's padded tensor, with 0 at padded positions: so whatever stands between and behind the layers stays right.
 """
 
@@ -58,7 +58,7 @@ class RaggedStates(StandIn):
         return self.dense
 
     def of(self, ragged: RaggedTokens) -> Tensor:
-        """The rows of these tokens; from the padded tensor if somebody has had it, who may have changed it."""
+        """The rows of these tokens; from the padded tensor if other code has had it, which may have changed it."""
         alike = self.ragged is ragged or torch.equal(self.ragged.place, ragged.place)
         return self.rows if self.dense is None and alike else gather(self.compute(), ragged)
 
@@ -208,7 +208,7 @@ def _names(forward: Callable) -> list[str]:
 def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -> str:
     call = _call.get()
     if call is None:
-        return "its layers are called by somebody else"
+        return "its layers are called by other code"
     probe = _probe.get()
     if probe is None:
         reason = _recording_obstacle(call) or _obstacle(call.stack, computed(hidden_states), given, padding) or ""

@@ -26,7 +26,7 @@ def embedding_grad(grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: i
     grad_rows = grad_rows.reshape(-1, grad_rows.shape[-1]).contiguous()
     rows, cols = grad_rows.shape
     ids = _flat_ids(ids)
-    _check_ids("ids", ids, rows, num_rows)  # again: whoever shares their memory may have written to it since
+    _check_ids("ids", ids, rows, num_rows)  # again: code that shares their memory may have changed them since
     grad = grad_rows.new_zeros(num_rows, cols)
     native.kernels().embedding_grad(
         address("embedding_grad: rows", grad_rows, rows * cols),

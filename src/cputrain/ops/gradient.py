@@ -11,8 +11,8 @@ from torch.autograd.function import once_differentiable
 
 
 def fp32_backward(backward: Callable) -> Callable:
-    """For backward methods: whoever calls `loss.backward()` inside autocast would make the products between our kernels
-    bf16, and the kernels read floats."""
+    """For backward methods: under the user's autocast the products between our kernels would be bf16, and the kernels
+    read floats."""
     once = once_differentiable(backward)
 
     @functools.wraps(backward)

@@ -56,7 +56,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Undo one `install`; the last puts stock's back, unless someone has put yet another there."""
+    """Undo one `install`; the last puts stock's back, unless other code has put yet another there."""
     global _installed
     _installed = max(_installed - 1, 0)
     for home in _HOMES:

@@ -39,7 +39,7 @@ def lies_like(tensor: Tensor, model: Tensor) -> bool:
 
 
 def pointers(tensors: Iterable[Tensor], counts: Iterable[int]) -> array[int]:
-    """Their addresses, as a C array (kept alive by whoever holds it; `address` gives its own address).
+    """Their addresses, as a C array (kept alive by its holder; `address` gives its own address).
 
     `counts` are the elements that the kernel will touch of each; that these have no gaps, `lies_like` or `is_dense` has
     made sure.

@@ -53,7 +53,7 @@ EVERYBODY, NOBODY = -1, -2
 
 
 class Watch(Protocol):
-    """Called now and then by whoever waits."""
+    """Called now and then by a rank that waits."""
 
     def __call__(self, awaited: int = EVERYBODY) -> None:
         """Raises if a rank is known to be dead, or if one that is awaited has ended the group."""

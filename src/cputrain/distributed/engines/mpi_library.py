@@ -37,7 +37,7 @@ def load() -> Any:
 
 
 def started_by(environ: Mapping[str, str]) -> str | None:
-    """Whose mpirun started this process: Open MPI, Intel, MPICH, or nobody's."""
+    """Whose mpirun started this process: Open MPI, Intel, MPICH, or none."""
     if "OMPI_COMM_WORLD_SIZE" in environ:
         return "Open MPI"
     if "PMI_RANK" not in environ:

@@ -37,7 +37,7 @@ _STRETCH = 500_000
 
 
 class OneCclEngine(Engine):
-    """Collectives are oneCCL's; messages are gloo's, because oneCCL's have no tags and can't come from anybody."""
+    """Collectives are oneCCL's; messages are gloo's, because oneCCL's have no tags and can't come from any rank."""
 
     name = "oneccl"
 

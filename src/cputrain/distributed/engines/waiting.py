@@ -2,7 +2,7 @@
 
 Libraries of MPI's kind burn a core while they wait, and know no timeout. So what they do is started without waiting,
 and asked for. Before data flows, the ranks have met (they compare what they are about to do): a transfer takes as long
-as its bytes take, and whoever waits longer than that waits for somebody who computes.
+as its bytes take, and a rank that waits longer than that waits for one that computes.
 """
 
 from __future__ import annotations
