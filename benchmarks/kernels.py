@@ -133,7 +133,9 @@ def activation() -> Iterator[Case]:
 
     # The middle of a feed-forward block is four times as wide as the model.
     sizes = [("gelu", rows, 4 * cols) for rows, cols in SIZES[:2]]
-    for kind, rows, cols in [*sizes, ("gelu", 65536, 1536), *((kind, 4608, 1536) for kind in ("gelu_tanh", "silu"))]:
+    (rows, cols), (many, _) = SIZES[0], SIZES[-1]
+    sizes += [("gelu", many, 4 * cols), ("gelu_tanh", rows, 4 * cols), ("silu", rows, 4 * cols)]
+    for kind, rows, cols in sizes:
         h, grad, bias = torch.randn(rows, cols), torch.randn(rows, cols), torch.randn(cols)
         yield Case(
             _name(kind, rows, cols),
@@ -188,8 +190,9 @@ def attention() -> Iterator[Case]:
 
     from cputrain.ops.attention import Sequences, attention, split_packed
 
-    for lengths, size in (([384] * 12, 32), ([384] * 4, 64), (TEXT, 32), (TEXT, 64)):
-        sequences, heads, longest = Sequences.from_lengths(lengths), 12, max(lengths)
+    longest = max(TEXT)
+    for lengths, size in (([longest] * 12, 32), ([longest] * 4, 64), (TEXT, 32), (TEXT, 64)):
+        sequences, heads = Sequences.from_lengths(lengths), 12
         qkv = torch.randn(sequences.total, 3 * heads * size, requires_grad=True)
         grad = torch.randn(sequences.total, heads, size)
         padded = [torch.randn(len(lengths), heads, longest, size, requires_grad=True) for _ in range(3)]
