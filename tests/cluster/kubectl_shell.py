@@ -15,7 +15,7 @@ from cluster.test_render import TRICKS
 
 from cputrain.cluster import manifests
 from cputrain.cluster.job import Job, Toleration, Volume
-from cputrain.cluster.manifest_text import plain
+from cputrain.cluster.manifest import plain
 
 
 def kubectls() -> list[Path]:

@@ -11,9 +11,9 @@ from cluster import kubelet
 from cluster.test_render import TRICKS
 
 from cputrain import cli
-from cputrain.cluster import check, manifest_reader, manifests, options, schema
+from cputrain.cluster import check, manifest, manifests, options, schema
 from cputrain.cluster.job import EFFECTS, KINDS, MPI, Job, SecretVariable, Toleration, Volume
-from cputrain.cluster.manifest_text import plain
+from cputrain.cluster.manifest import plain
 from cputrain.cluster.slurm import SlurmJob
 
 VALUES, COMMANDS = 9_800, 200
@@ -129,7 +129,7 @@ def test_values() -> None:
         accepted += 1
         assert_arrives(job)
         if accepted % 20 == 0:
-            documents = manifest_reader.parse(manifests.job_text(job))
+            documents = manifest.parse(manifests.job_text(job))
             assert [document.value for document in documents] == list(map(plain, manifests.of_job(job)))
             for document in documents:
                 assert list(schema.of_operators().problems(document.value) or ()) == []

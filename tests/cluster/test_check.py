@@ -14,7 +14,7 @@ from cluster.test_render import GRID
 
 from cputrain.cluster import check, manifests
 from cputrain.cluster.job import Job, Volume
-from cputrain.cluster.manifest_text import plain, to_text
+from cputrain.cluster.manifest import plain, to_text
 
 # As "Efficient Training on Multiple CPUs" of transformers 4.37 prints it, letter by letter (Apache-2.0).
 GUIDE = (Path(__file__).parent / "data" / "guide_pytorchjob.yaml").read_text()

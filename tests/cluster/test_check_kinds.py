@@ -10,7 +10,7 @@ import pytest
 
 from cputrain.cluster import check, check_beside, check_job, check_pod, check_references, manifests, webhooks
 from cputrain.cluster.job import KINDS, Job
-from cputrain.cluster.manifest_text import plain, to_text
+from cputrain.cluster.manifest import plain, to_text
 
 Documents = list[dict[str, Any]]
 JOBS: dict[str, Documents] = {

@@ -9,7 +9,7 @@ import pytest
 
 from cputrain.cluster import check, manifests
 from cputrain.cluster.job import Job, Volume
-from cputrain.cluster.manifest_text import plain, to_text
+from cputrain.cluster.manifest import plain, to_text
 
 Documents = list[dict[str, Any]]
 

@@ -12,7 +12,7 @@ from cluster.kubectl_shell import QA, Here, add_job, kubectls, pod
 
 from cputrain.cluster import manifests, protection
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest_text import plain
+from cputrain.cluster.manifest import plain
 
 pytestmark = pytest.mark.needs_program("kubectl", "kubernetes-client")
 

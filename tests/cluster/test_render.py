@@ -15,10 +15,10 @@ import pytest
 import yaml
 from cluster import kubelet
 
-from cputrain.cluster import derive_schemas, manifest_reader, manifests, schema, webhooks
+from cputrain.cluster import manifest, manifests, schema, webhooks
 from cputrain.cluster.expansion import escape
 from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
-from cputrain.cluster.manifest_text import plain
+from cputrain.cluster.manifest import plain
 
 CRDS = Path(__file__).parents[3] / "shared" / "crds"
 TRICKS = (
@@ -72,7 +72,7 @@ def strict_schema(kind: str) -> Any:
     @cache
     def part(number: int) -> dict[str, Any]:
         own = shipped.schemas[number]
-        made = {key: value for key, value in own.items() if key in derive_schemas.KEPT}
+        made = {key: value for key, value in own.items() if key in schema.KEPT}
         if own.get("intOrString"):
             made["type"] = ["integer", "string"]
         if "properties" in own:
@@ -143,7 +143,7 @@ def test_text_is_the_data_for_every_reader() -> None:
         wanted = list(map(plain, manifests.of_job(job)))
         text = manifests.job_text(job)
         assert list(yaml.safe_load_all(text)) == wanted
-        assert [document.value for document in manifest_reader.parse(text)] == wanted
+        assert [document.value for document in manifest.parse(text)] == wanted
 
 
 @pytest.mark.parametrize("value", TRICKS)
@@ -233,6 +233,6 @@ def test_processes_and_threads_follow_from_the_cpus(cpus: str, workers: int, exp
 
 @pytest.mark.skipif(not CRDS.is_dir(), reason="the operators' definitions are not beside the repository")
 def test_the_shipped_schemas_are_the_definitions(tmp_path: Path) -> None:
-    derive_schemas.main(CRDS, tmp_path / "schemas.json")
+    schema.main(CRDS, tmp_path / "schemas.json")
     shipped = Path(schema.__file__).with_name("schemas.json")
     assert shipped.read_text() == (tmp_path / "schemas.json").read_text()

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from cputrain.cluster import manifests
 from cputrain.cluster.job import Job, Volume
-from cputrain.cluster.manifest_text import plain
+from cputrain.cluster.manifest import plain
 
 pytestmark = [
     pytest.mark.needs_program("ip", "iproute2"),

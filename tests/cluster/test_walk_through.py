@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.cluster import checkout, image
+from cputrain.cluster import image
 from tests.cluster.command_line import cputrain
 
 TREE = Path(__file__).parents[2]
@@ -92,7 +92,7 @@ def test_what_can_not_be_built_is_a_sentence(tmp_path: Path, monkeypatch: pytest
     broken = tmp_path / "tree"
     broken.mkdir()
     (broken / "pyproject.toml").write_text("[build-system]\nrequires = []\nbuild-backend = 'absent'\n")
-    monkeypatch.setattr(checkout, "find", lambda: broken)
+    monkeypatch.setattr(image, "source_tree", lambda: broken)
     done = cputrain("image", folder=tmp_path)
     assert done.returncode == 2
     assert re.search(r"^cputrain: pip could not build a wheel from [^\n]*--cputrain\.$", done.stderr)

@@ -98,10 +98,10 @@ def image(
 
 def _from_checkout(chosen: cluster.Image, folder: Path) -> cluster.Image:
     """The image with a wheel of the tree that this cputrain runs from; as it is, if that is a release."""
-    from cputrain.cluster import checkout
+    from cputrain.cluster import image as cluster
 
-    tree = checkout.find()
+    tree = cluster.source_tree()
     if tree is None:
         return chosen
     print(f"Building a wheel of {tree} …", flush=True)
-    return replace(chosen, cputrain=f"{checkout.build_wheel(tree, folder)}[hf]")
+    return replace(chosen, cputrain=f"{cluster.build_wheel(tree, folder)}[hf]")

@@ -89,7 +89,7 @@ def check(
     """
     from cputrain.cluster import check as rules
     from cputrain.cluster.kubectl import Kubectl
-    from cputrain.cluster.problem import SEVERITIES, reaches
+    from cputrain.cluster.manifest import SEVERITIES, reaches
 
     if fail_on not in SEVERITIES:
         raise ValueError(f"--fail-on must be one of {', '.join(SEVERITIES)}, found {fail_on!r}.")
@@ -125,7 +125,7 @@ def _as_json(found: dict[str, list[Any]], unknown: dict[str, list[Any]]) -> None
 
 
 def _counts(found: dict[str, list[Any]]) -> dict[str, int]:
-    from cputrain.cluster.problem import SEVERITIES
+    from cputrain.cluster.manifest import SEVERITIES
 
     said = [finding.severity for findings in found.values() for finding in findings]
     return {severity: said.count(severity) for severity in SEVERITIES}

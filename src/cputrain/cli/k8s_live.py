@@ -116,14 +116,14 @@ def logs(
     context: Context = None,
 ) -> None:
     """Show what a rank or its pod wrote. All ranks of an mpijob write through its launcher."""
-    from cputrain.cluster import cluster_job, rank_log
+    from cputrain.cluster import cluster_job
 
     kubectl = _kubectl(context, namespace)
     job = cluster_job.find(kubectl, name)
-    pod = rank_log.pod_of(job, cluster_job.pods(kubectl, job), rank or 0)
+    pod = cluster_job.pod_of(job, cluster_job.pods(kubectl, job), rank or 0)
     command = kubectl.command("logs", pod, *(["--follow"] if follow else []))
-    if rank is not None and rank_log.holds_several(job):
-        raise typer.Exit(rank_log.show(command, rank, lambda line: print(line, end="", flush=True)))
+    if rank is not None and cluster_job.holds_several(job):
+        raise typer.Exit(cluster_job.show_log(command, rank, lambda line: print(line, end="", flush=True)))
     sys.stdout.flush()
     os.execv(command[0], command)
 

@@ -14,13 +14,11 @@ from cputrain.cluster import (
     check_pod,
     check_references,
     job_containers,
-    manifest_reader,
+    manifest,
     schema,
     webhooks,
 )
-from cputrain.cluster.loose_values import mapping, within
-from cputrain.cluster.manifest_reader import Document, YamlError
-from cputrain.cluster.problem import ERROR, WARNING
+from cputrain.cluster.manifest import ERROR, WARNING, Document, YamlError, mapping, within
 from cputrain.text_files import quoted
 
 # What the operators' custom resource definitions are called.
@@ -71,7 +69,7 @@ def of_files(texts: Mapping[str, str], schemas: schema.Schemas | None = None) ->
     files: dict[str, list[Document]] = {}
     for name, text in texts.items():
         try:
-            files[name] = manifest_reader.parse(text)
+            files[name] = manifest.parse(text)
         except YamlError as error:
             found[name].append(Finding(error.line, "", f"this is not YAML: {error}"))
         else:
@@ -90,7 +88,7 @@ def _printable(finding: Finding) -> Finding:
 
 def unknown_kinds(text: str) -> list[Unknown]:
     try:
-        documents = manifest_reader.parse(text)
+        documents = manifest.parse(text)
     except YamlError:
         return []
     kinds = [(document.line(("kind",)), mapping(document.value).get("kind")) for document in documents]
@@ -142,7 +140,7 @@ def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Itera
 
 def of_cluster(kubectl: Any) -> schema.Schemas:
     """The schemas that a cluster has, instead of those that are shipped."""
-    from cputrain.cluster import derive_schemas
+    from cputrain.cluster import schema
     from cputrain.cluster.kubectl import Refused
 
     definitions = []
@@ -154,5 +152,5 @@ def of_cluster(kubectl: Any) -> schema.Schemas:
                 raise
     if not definitions:
         raise ValueError("the cluster has none of Kubeflow's definitions: ask for an operator to be installed.")
-    made = derive_schemas.compact(definitions)
+    made = schema.compact(definitions)
     return schema.Schemas(made["kinds"], made["schemas"])

@@ -7,8 +7,7 @@ from typing import Any
 
 from cputrain import secrets_in_clear
 from cputrain.cluster import names, quantity
-from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.problem import Problem
+from cputrain.cluster.manifest import Problem, items, mapping, within
 
 VERSIONS = {
     "ConfigMap": "v1",

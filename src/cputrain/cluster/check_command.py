@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from cputrain import secrets_in_clear
 from cputrain.cluster.command_words import LAUNCHERS, MPIRUN, SHELLS, TORCHRUN, Word, is_ours, option, place, words
 from cputrain.cluster.job_containers import Container
-from cputrain.cluster.loose_values import items, mapping
-from cputrain.cluster.problem import Problem, warning
+from cputrain.cluster.manifest import Problem, items, mapping, warning
 
 _FEATURE = "feature.node.kubernetes.io/cpu-cpuid.AMXBF16"
 _LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")

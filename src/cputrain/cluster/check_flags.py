@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from cputrain.cluster.command_words import is_ours, option, place, words
 from cputrain.cluster.job_containers import Container
-from cputrain.cluster.problem import Problem
+from cputrain.cluster.manifest import Problem
 
 # Gone from transformers' TrainingArguments (5.23), and accepted again where cputrain starts the script.
 _TAKEN_BY_US = {

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import check_processes, job_containers
-from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.problem import Problem, Where, hint, warning
+from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, warning, within
 
 
 def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Problem]:

@@ -18,8 +18,7 @@ from cputrain.cluster import (
 )
 from cputrain.cluster.command_words import processes_of_torchrun, runs_python
 from cputrain.cluster.job_containers import Container
-from cputrain.cluster.loose_values import items, mapping
-from cputrain.cluster.problem import Problem, Where, hint, warning
+from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, warning
 
 # Variables that are meant for a training, in whichever container they are set.
 _FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")

@@ -9,8 +9,7 @@ from typing import Any
 from cputrain.cluster import job_containers
 from cputrain.cluster.command_words import MPIRUN, TORCHRUN, Word, calls, option, place, processes_of_torchrun, words
 from cputrain.cluster.job_containers import Container
-from cputrain.cluster.loose_values import mapping, within
-from cputrain.cluster.problem import Problem, Where, warning
+from cputrain.cluster.manifest import Problem, Where, mapping, warning, within
 
 _COUNT = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 # Options of mpirun by which the slots of the operator's hostfile don't count: more ranks than slots on purpose,

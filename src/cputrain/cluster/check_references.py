@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import job_containers
-from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.problem import Problem, Where, warning
+from cputrain.cluster.manifest import Problem, Where, items, mapping, warning, within
 
 Manifest = dict[str, Any]
 # In which field of a volume the name of which kind stands.

@@ -10,8 +10,7 @@ from typing import Any
 from cputrain.cluster import job_containers, quantity
 from cputrain.cluster.command_words import option, place, runs_python, words
 from cputrain.cluster.job_containers import Container, Pod
-from cputrain.cluster.loose_values import items, mapping
-from cputrain.cluster.problem import Problem, hint, warning
+from cputrain.cluster.manifest import Problem, hint, items, mapping, warning
 
 # Volumes that end with the pod, or can't be written to.
 _PASSING = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "image")

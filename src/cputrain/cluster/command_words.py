@@ -8,8 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from cputrain.cluster.job_containers import Container
-from cputrain.cluster.loose_values import items
-from cputrain.cluster.problem import Where
+from cputrain.cluster.manifest import Where, items
 
 SHELLS = ("sh", "bash", "dash", "ash", "zsh")
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")

@@ -17,7 +17,7 @@ from typing import IO, Any
 from uuid import uuid4
 
 from cputrain.cluster.kubectl import Kubectl, refusal
-from cputrain.cluster.loose_values import mapping
+from cputrain.cluster.manifest import mapping
 
 _MOUNT = "/data"
 _SECONDS = 3600  # the reader ends by itself, should no process be left to delete it

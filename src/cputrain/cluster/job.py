@@ -7,7 +7,7 @@ from posixpath import basename, join
 
 from cputrain import secrets_in_clear
 from cputrain.authentication import TOKEN
-from cputrain.cluster import names, quantity, sizing
+from cputrain.cluster import names, quantity
 
 KINDS = ("pytorchjob", "trainjob", "mpijob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
@@ -98,9 +98,9 @@ class Job:
         _check_script(self)
 
     @property
-    def sizing(self) -> sizing.Sizing:
+    def sizing(self) -> Sizing:
         machines = max(self.workers, self.elastic[1] if self.elastic else 1)
-        return sizing.of_cpus(self.cpu_count, machines, self.processes, self.threads, self.communication)
+        return size_of_cpus(self.cpu_count, machines, self.processes, self.threads, self.communication)
 
     @property
     def makes_token(self) -> bool:
@@ -252,3 +252,50 @@ def _check_script(job: Job) -> None:
         names.text(job.script_text, "the script")
         if len(job.script_text.encode()) > _LARGEST_SCRIPT:
             raise ValueError("the script is larger than 900 KiB, more than a ConfigMap holds: put it into the image.")
+
+
+# Beyond this a process would span sockets: 64 logical CPUs are half of today's usual two-socket node.
+_CPUS_PER_PROCESS = 64
+# A core for communication is a core less for arithmetic: worth it from this many.
+_SPARE_FROM = 8
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Per pod: processes, threads of each for arithmetic, cores of each for communication."""
+
+    processes: int
+    threads: int
+    communication: int
+
+
+def size_of_cpus(
+    cpus: int,
+    machines: int,
+    processes: int | None = None,
+    threads: int | None = None,
+    communication: int | None = None,
+) -> Sizing:
+    """What the user left open follows from the CPUs; what doesn't fit into them is refused."""
+    for what, value, least in (
+        ("processes per pod", processes, 1),
+        ("threads per process", threads, 1),
+        ("cores for communication", communication, 0),
+    ):
+        if value is not None and value < least:
+            raise ValueError(f"{what} must be at least {least}, found {value}.")
+    here = processes or -(-cpus // _CPUS_PER_PROCESS)
+    if here > cpus:
+        raise ValueError(f"{here} processes don't fit into {cpus} CPUs: each needs one of its own.")
+    each = cpus // here
+    if communication is None:
+        spare = each - threads if threads else each
+        several = machines > 1 and each >= _SPARE_FROM
+        communication = 1 if several and spare >= 1 else 0
+    chosen = threads or each - communication
+    if chosen < 1 or here * (chosen + communication) > cpus:
+        raise ValueError(
+            f"{here} processes of {max(chosen, 1)} threads and {communication} cores for communication need "
+            f"{here * (max(chosen, 1) + communication)} CPUs, and the pod has {cpus}."
+        )
+    return Sizing(here, chosen, communication)

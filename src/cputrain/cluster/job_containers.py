@@ -7,8 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.problem import Where
+from cputrain.cluster.manifest import Where, items, mapping, within
 
 Manifest = dict[str, Any]
 _RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")

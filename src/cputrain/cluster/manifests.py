@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cputrain.cluster import manifest_text, mpijob, pod, protection, pytorchjob, storage, trainjob
+from cputrain.cluster import manifest, mpijob, pod, protection, pytorchjob, storage, trainjob
 from cputrain.cluster.job import Job
 
 _KINDS = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "mpijob": mpijob.documents}
@@ -25,9 +25,9 @@ def job_text(job: Job) -> str:
         "Made by `cputrain k8s render`; `cputrain k8s check` explains what an edit breaks.\n"
         "`$$(` in a value is Kubernetes' spelling of `$(`."
     )
-    return manifest_text.to_text(of_job(job), heading)
+    return manifest.to_text(of_job(job), heading)
 
 
 def volume_text(job: Job) -> str:
     heading = "The volume, in a file of its own: deleting the job's file never deletes what was trained."
-    return manifest_text.to_text(of_volume(job), heading)
+    return manifest.to_text(of_volume(job), heading)

@@ -6,7 +6,7 @@ from typing import Any
 
 from cputrain.cluster import pod
 from cputrain.cluster.job import HOME, MPI, Job
-from cputrain.cluster.manifest_text import Noted, plain
+from cputrain.cluster.manifest import Noted, plain
 
 SSH_PORT = 2222
 # Not /root/.ssh: there the operator gives the key a mode that only root can read.

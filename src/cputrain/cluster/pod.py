@@ -8,7 +8,7 @@ from typing import Any
 from cputrain import authentication
 from cputrain.cluster.expansion import escape
 from cputrain.cluster.job import HOME, SCRIPTS, Job
-from cputrain.cluster.manifest_text import Noted
+from cputrain.cluster.manifest import Noted
 
 Mapping = dict[str, Any]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from cputrain.cluster import pod
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest_text import Noted
+from cputrain.cluster.manifest import Noted
 
 
 def documents(job: Job) -> list[dict[str, Any]]:

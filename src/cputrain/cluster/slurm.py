@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain import secrets_in_clear
-from cputrain.cluster import names, sizing
+from cputrain.cluster import names
+from cputrain.cluster.job import Sizing, size_of_cpus
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:+-]*", re.ASCII)
 _TIME = re.compile(r"(?:\d{1,4}-)?\d{1,3}(?::\d{1,2}){0,2}", re.ASCII)
@@ -54,8 +55,8 @@ class SlurmJob:
         _ = self.sizing
 
     @property
-    def sizing(self) -> sizing.Sizing:
-        return sizing.of_cpus(self.cpus, self.nodes, self.tasks, self.threads, self.communication)
+    def sizing(self) -> Sizing:
+        return size_of_cpus(self.cpus, self.nodes, self.tasks, self.threads, self.communication)
 
 
 def _check_words(job: SlurmJob) -> None:

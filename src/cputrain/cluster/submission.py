@@ -6,10 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cputrain.cluster import check, manifest_reader
+from cputrain.cluster import check, manifest
 from cputrain.cluster.kubectl import Kubectl, Refused
-from cputrain.cluster.loose_values import mapping
-from cputrain.cluster.problem import ERROR, WARNING
+from cputrain.cluster.manifest import ERROR, WARNING, mapping
 
 Say = Callable[[str], None]
 
@@ -25,7 +24,7 @@ def documents_of(texts: dict[str, str], warn: Say) -> list[dict[str, Any]]:
         for finding in findings:
             if finding.severity == WARNING:
                 warn(f"{name}, line {finding.line}: warning: {finding.sentence}.")
-        found += [document.value for document in manifest_reader.parse(texts[name])]
+        found += [document.value for document in manifest.parse(texts[name])]
     # A volume, a script and a token come before the pods that need them, and a policy before the ports that it guards.
     order = {"PersistentVolumeClaim": 0, "ConfigMap": 1, "Secret": 1, "NetworkPolicy": 1, "TrainingRuntime": 2}
     return sorted(found, key=lambda document: order.get(document["kind"], 3))

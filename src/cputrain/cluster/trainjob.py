@@ -6,7 +6,7 @@ from typing import Any
 
 from cputrain.cluster import pod
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest_text import Noted
+from cputrain.cluster.manifest import Noted
 
 API = "trainer.kubeflow.org/v1alpha1"
 # The operator finds the pods of the training by this label, and the container by the name `node`.

@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import job_containers
-from cputrain.cluster.loose_values import items, mapping, within
-from cputrain.cluster.problem import Problem, Where, warning
+from cputrain.cluster.manifest import Problem, Where, items, mapping, warning, within
 
 _LABEL = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _SUBDOMAIN = re.compile(r"[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?")
