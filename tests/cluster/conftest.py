@@ -19,7 +19,7 @@ def here(request: Any, tmp_path: Path) -> Iterator[Here]:
     programs.mkdir()
     (programs / "kubectl").symlink_to(request.param)
     # --watch looks every two seconds: a test needn't wait for it.
-    with served(tmp_path) as (cluster, config), mock.patch("cputrain.cli.k8s_live._PAUSE", 0.05):
+    with served(tmp_path) as (cluster, config), mock.patch("cputrain.cli.k8s._PAUSE", 0.05):
         kept = {key: value for key, value in os.environ.items() if not key.startswith("KUBE")}
         environ = {"PATH": f"{programs}:{os.environ['PATH']}", "KUBECONFIG": str(config), "HOME": str(tmp_path)}
         yield Here(cluster, tmp_path, {**kept, **environ, "COLUMNS": "200"})

@@ -13,7 +13,7 @@ from cluster import command_line
 from cluster.api_server import Cluster
 from cluster.test_render import TRICKS
 
-from cputrain.cluster import manifests
+from cputrain.cluster import render
 from cputrain.cluster.job import Job, Toleration, Volume
 from cputrain.cluster.manifest import plain
 
@@ -55,7 +55,7 @@ class Here:
         return answer.stderr
 
     def submit(self, job: Job, *words: str) -> subprocess.CompletedProcess[str]:
-        return self.cputrain("submit", "-", *words, given=manifests.job_text(job))
+        return self.cputrain("submit", "-", *words, given=render.job_text(job))
 
 
 QA = Job(
@@ -65,7 +65,7 @@ QA = Job(
 
 
 def pod(number: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
-    template = plain(manifests.of_job(QA)[1])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
+    template = plain(render.of_job(QA)[1])["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]
     return {
         "apiVersion": "v1",
         "kind": "Pod",
@@ -78,11 +78,11 @@ def pod(number: int, phase: str = "Running", **status: Any) -> dict[str, Any]:
 def add_job(
     cluster: Cluster, *pods: dict[str, Any], conditions: tuple[str, ...] = ("Created",), bound: bool = True
 ) -> None:
-    job = plain(manifests.of_job(QA)[1])
+    job = plain(render.of_job(QA)[1])
     job["status"] = {"conditions": [{"type": name, "status": "True", "message": "said so"} for name in conditions]}
     cluster.put("pytorchjobs", job)
     for each in pods:
         cluster.put("pods", each)
-    claim = plain(manifests.of_volume(QA)[0])
+    claim = plain(render.of_volume(QA)[0])
     claim["status"] = {"phase": "Bound" if bound else "Pending"}
     cluster.put("persistentvolumeclaims", claim)

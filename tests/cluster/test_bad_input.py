@@ -11,7 +11,8 @@ from cluster import kubelet
 from cluster.test_render import TRICKS
 
 from cputrain import cli
-from cputrain.cluster import check, manifest, manifests, options, schema
+from cputrain.cli import job_options
+from cputrain.cluster import check, manifest, render, schema
 from cputrain.cluster.job import EFFECTS, KINDS, MPI, Job, SecretVariable, Toleration, Volume
 from cputrain.cluster.manifest import plain
 from cputrain.cluster.slurm import SlurmJob
@@ -103,7 +104,7 @@ def assert_sentence(error: ValueError) -> None:
 
 def assert_arrives(job: Job) -> None:
     """What the container would be given is what the user gave."""
-    document = plain(manifests.of_job(job)[-1])
+    document = plain(render.of_job(job)[-1])
     spec = document["spec"]
     if job.kind == "trainjob":
         container = spec["trainer"]
@@ -129,8 +130,8 @@ def test_values() -> None:
         accepted += 1
         assert_arrives(job)
         if accepted % 20 == 0:
-            documents = manifest.parse(manifests.job_text(job))
-            assert [document.value for document in documents] == list(map(plain, manifests.of_job(job)))
+            documents = manifest.parse(render.job_text(job))
+            assert [document.value for document in documents] == list(map(plain, render.of_job(job)))
             for document in documents:
                 assert list(schema.of_operators().problems(document.value) or ()) == []
     # Neither all refused nor all accepted: both sides were tried.
@@ -202,18 +203,18 @@ def test_a_library_of_one_release() -> None:
 @pytest.mark.parametrize("text", ["", "4", "a:b", "4:1", "1:4:8", "-1:4", "1:٤"])
 def test_elastic(text: str) -> None:
     with pytest.raises(ValueError, match=r"must be LEAST:MOST"):
-        options.least_and_most(text)
+        job_options.least_and_most(text)
 
 
 @pytest.mark.parametrize("script", ["run_qa.py", "/a/B c.py", "3.py", "ß.py", "-.py", "", "a" * 300])
 def test_a_name_after_the_script_is_one(script: str) -> None:
-    Job(options.name_of(script), "x:1", "a.py", kind="trainjob")
+    Job(job_options.name_of(script), "x:1", "a.py", kind="trainjob")
 
 
 def test_yaml_noise_is_read_or_refused() -> None:
     """check never fails itself: whatever a file holds is a finding."""
     maker = Maker(3)
-    good = manifests.job_text(Job("qa", "x:1", "a.py"))
+    good = render.job_text(Job("qa", "x:1", "a.py"))
     for _ in range(60):
         start = maker.random.randrange(len(good))
         text = good[:start] + maker.noise().replace("\ud800", "") + good[start + maker.random.randrange(9) :]

@@ -12,7 +12,7 @@ import pytest
 from cluster.command_line import cputrain
 from cluster.test_render import GRID
 
-from cputrain.cluster import check, manifests
+from cputrain.cluster import check, render
 from cputrain.cluster.job import Job, Volume
 from cputrain.cluster.manifest import plain, to_text
 
@@ -89,18 +89,18 @@ def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_
 
 @pytest.mark.parametrize("job", GRID[::7], ids=lambda job: f"{job.kind}-{job.workers}-{job.cpus}")
 def test_what_we_render_has_no_findings(job: Job) -> None:
-    assert check.findings(manifests.job_text(job)) == []
+    assert check.findings(render.job_text(job)) == []
     if job.volume:
-        assert check.findings(manifests.volume_text(job)) == []
+        assert check.findings(render.volume_text(job)) == []
 
 
 # --- Every finding by itself -------------------------------------------------------------------------------------
 
 Change = Callable[[dict[str, Any]], Any]
-GOOD = plain(manifests.of_job(Job("qa", "x:1", "run.py", ("--lr", "1"), workers=2, cpus="8"))[0])
-TRAIN = plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=2))[1])
-RUNTIME = plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=2))[0])
-MPI = plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="mpijob", workers=2))[0])
+GOOD = plain(render.of_job(Job("qa", "x:1", "run.py", ("--lr", "1"), workers=2, cpus="8"))[0])
+TRAIN = plain(render.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=2))[1])
+RUNTIME = plain(render.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=2))[0])
+MPI = plain(render.of_job(Job("qa", "x:1", "run.py", kind="mpijob", workers=2))[0])
 
 
 def worker(job: dict[str, Any]) -> dict[str, Any]:
@@ -226,9 +226,9 @@ def _assert_found(good: dict[str, Any], change: Change, fragment: str) -> None:
 
 def test_a_volume_in_the_jobs_file_would_be_deleted_with_it() -> None:
     job = Job("qa", "x:1", "a.py", volume=Volume("data", size="1Gi"), workers=2)
-    [claim] = plain(manifests.of_volume(job))
+    [claim] = plain(render.of_volume(job))
     claim["spec"]["accessModes"] = ["ReadWriteOnce"]
-    found = [finding.sentence for finding in check.findings(to_text([*plain(manifests.of_job(job)), claim]))]
+    found = [finding.sentence for finding in check.findings(to_text([*plain(render.of_job(job)), claim]))]
     assert "deletes the volume" in found[0]
     assert "ReadWriteMany" in found[1]
     assert ["deletes" in finding.sentence for finding in check.findings(to_text([GOOD, claim]))] == [True]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 from cluster.command_line import cputrain
 
-from cputrain.cluster import check, manifests
+from cputrain.cluster import check, render
 from cputrain.cluster.job import Job, Volume
 
 JOB = Job(
     "qa", "x:1", "run.py", ("--output_dir", "/data/out"), workers=2, volume=Volume("d", size="1Gi"), namespace="a"
 )
-TEXT, CLAIM = manifests.job_text(JOB), manifests.volume_text(JOB)
+TEXT, CLAIM = render.job_text(JOB), render.volume_text(JOB)
 HINT = re.sub(r"cpu: .*", "cpu: 3500m", TEXT).replace('value: "4"', 'value: "3"')
 WARNING = TEXT.replace("/data/out", "/out")
 ERROR = TEXT.replace('nprocPerNode: "1"', "nprocPerNode: 1")

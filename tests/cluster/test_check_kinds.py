@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from cputrain.cluster import check, check_beside, check_job, check_pod, check_references, manifests, webhooks
+from cputrain.cluster import check, check_job, check_pod, check_references, core_objects, render, webhooks
 from cputrain.cluster.job import KINDS, Job
 from cputrain.cluster.manifest import plain, to_text
 
 Documents = list[dict[str, Any]]
 JOBS: dict[str, Documents] = {
-    kind: [plain(document) for document in manifests.of_job(Job("qa", "x:1", "run.py", kind=kind, workers=2))]
+    kind: [plain(document) for document in render.of_job(Job("qa", "x:1", "run.py", kind=kind, workers=2))]
     for kind in KINDS
 }
 
@@ -273,7 +273,7 @@ def test_accelerate_trains_alone_in_every_pod() -> None:
 
 def test_a_script_in_a_configmap_with_a_token() -> None:
     script = f"login('hf_{'a' * 30}')\n"
-    documents = [plain(document) for document in manifests.of_job(Job("qa", "x:1", "run.py", script_text=script))]
+    documents = [plain(document) for document in render.of_job(Job("qa", "x:1", "run.py", script_text=script))]
     [(line, said)] = found(documents)
     assert line.startswith("run.py:")
     assert "read it from a variable" in said
@@ -302,4 +302,4 @@ def test_nothing_of_another_type_stops_it(kind: str) -> None:
                 rules = (check_job.problems, check_pod.problems, webhooks.problems, check_references.problems)
                 for rule in rules:
                     assert all(problem.sentence for problem in rule(value, values))
-                assert all(problem.sentence for problem in check_beside.problems(value))
+                assert all(problem.sentence for problem in core_objects.problems(value))

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cputrain.cluster import check, manifests
+from cputrain.cluster import check, render
 from cputrain.cluster.job import Job, Volume
 from cputrain.cluster.manifest import plain, to_text
 
@@ -16,7 +16,7 @@ Documents = list[dict[str, Any]]
 
 def rendered(**options: Any) -> Documents:
     job = Job("qa", "x:1", "run.py", **{"workers": 2, "volume": Volume("data"), **options})
-    return [plain(document) for document in manifests.of_job(job)]
+    return [plain(document) for document in render.of_job(job)]
 
 
 PYTORCH, TRAIN, MPI = (rendered(kind=kind) for kind in ("pytorchjob", "trainjob", "mpijob"))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster.kubectl_shell import QA, Here, add_job, kubectls, pod
 
-from cputrain.cluster import manifests, protection
+from cputrain.cluster import core_objects, render
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import plain
 
@@ -21,14 +21,14 @@ pytestmark = pytest.mark.needs_program("kubectl", "kubernetes-client")
 
 
 def test_submit_creates_exactly_the_data(here: Here) -> None:
-    (here.folder / "job.yaml").write_text(manifests.job_text(QA))
-    (here.folder / "volume.yaml").write_text(manifests.volume_text(QA))
+    (here.folder / "job.yaml").write_text(render.job_text(QA))
+    (here.folder / "volume.yaml").write_text(render.volume_text(QA))
     answer = here.cputrain("submit", "job.yaml", "volume.yaml")
     assert answer.returncode == 0, answer.stderr
     assert (
         answer.stdout.splitlines()[0] == "To be created: PersistentVolumeClaim data, ConfigMap qa-script, PyTorchJob qa"
     )
-    wanted = list(map(plain, manifests.of_job(QA)))
+    wanted = list(map(plain, render.of_job(QA)))
     for resource, value in (("configmaps", wanted[0]), ("pytorchjobs", wanted[1])):
         [found] = here.cluster.kinds(resource)
         found["metadata"] = {key: found["metadata"][key] for key in ("name", "labels")}
@@ -37,21 +37,21 @@ def test_submit_creates_exactly_the_data(here: Here) -> None:
 
 def test_kubectl_reads_our_yaml_as_the_same_data(here: Here) -> None:
     command = ["kubectl", "create", "--filename=-"]
-    text = manifests.job_text(QA)
+    text = render.job_text(QA)
     subprocess.run(command, env=here.environ, input=text, text=True, check=True, capture_output=True)
     [found] = here.cluster.kinds("pytorchjobs")
-    assert found["spec"] == plain(manifests.of_job(QA)[1])["spec"]
+    assert found["spec"] == plain(render.of_job(QA)[1])["spec"]
 
 
 def test_the_same_name_twice_is_refused_and_the_volume_kept(here: Here) -> None:
-    (here.folder / "volume.yaml").write_text(manifests.volume_text(QA))
+    (here.folder / "volume.yaml").write_text(render.volume_text(QA))
     assert here.cputrain("submit", "volume.yaml").returncode == 0
     again = here.cputrain("submit", "volume.yaml")
     assert "exists already, and is used" in again.stdout
     fresh = Job("other", "x:1", "run.py")
     assert here.submit(fresh).returncode == 0
     before = dict(here.cluster.objects)
-    assert "PyTorchJob other exists already" in here.refused("submit", "-", given=manifests.job_text(fresh))
+    assert "PyTorchJob other exists already" in here.refused("submit", "-", given=render.job_text(fresh))
     assert here.cluster.objects == before
 
 
@@ -65,18 +65,18 @@ def test_the_same_name_twice_is_refused_and_the_volume_kept(here: Here) -> None:
 )
 def test_a_refusal_leaves_nothing_behind(here: Here, fault: Any, said: str) -> None:
     here.cluster.fault = lambda method, path: fault if method == "POST" and path.endswith("pytorchjobs") else None
-    assert said in here.refused("submit", "-", given=manifests.job_text(QA))
+    assert said in here.refused("submit", "-", given=render.job_text(QA))
     assert here.cluster.objects == {}
 
 
 def test_a_manifest_with_findings_never_reaches_the_cluster(here: Here) -> None:
-    text = manifests.job_text(QA).replace('nprocPerNode: "1"', "nprocPerNode: 1")
+    text = render.job_text(QA).replace('nprocPerNode: "1"', "nprocPerNode: 1")
     assert 'write it in quotes: "1"' in here.refused("submit", "-", given=text)
     assert here.cluster.requests == []
 
 
 def test_a_warning_is_shown_and_doesnt_stop(here: Here) -> None:
-    text = manifests.job_text(QA).replace("sizeLimit: 2Gi", "sizeLimit: 64Gi")
+    text = render.job_text(QA).replace("sizeLimit: 2Gi", "sizeLimit: 64Gi")
     answer = here.cputrain("submit", "-", given=text)
     assert answer.returncode == 0, answer.stderr
     assert "warning: /dev/shm may grow to 64Gi" in answer.stderr
@@ -158,7 +158,7 @@ def test_auto_takes_what_the_cluster_has(here: Here) -> None:
     here.cluster.resources = {"v1": [("pods", "Pod"), ("configmaps", "ConfigMap")]}
     assert "knows no TrainJob or PyTorchJob or MPIJob" in here.refused(*words, "--", "a.py")
     assert "operator isn't installed" in here.refused("status", "qa")
-    assert "doesn't know PyTorchJob" in here.refused("submit", "-", given=manifests.job_text(QA))
+    assert "doesn't know PyTorchJob" in here.refused("submit", "-", given=render.job_text(QA))
 
 
 # --- status ------------------------------------------------------------------------------------------------------
@@ -243,7 +243,7 @@ def test_logs_of_a_rank(here: Here) -> None:
 
 
 def test_logs_of_one_rank_of_several_in_a_pod(here: Here) -> None:
-    job = plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=11, processes=2))[1])
+    job = plain(render.of_job(Job("qa", "x:1", "run.py", kind="trainjob", workers=11, processes=2))[1])
     here.cluster.put("trainjobs", job)
     for number in (10, 2, 0):
         labels = {"jobset.sigs.k8s.io/jobset-name": "qa"}
@@ -256,7 +256,7 @@ def test_logs_of_one_rank_of_several_in_a_pod(here: Here) -> None:
 
 
 def test_logs_of_an_mpijobs_rank(here: Here) -> None:
-    here.cluster.put("mpijobs", plain(manifests.of_job(Job("qa", "x:1", "run.py", kind="mpijob", workers=2))[0]))
+    here.cluster.put("mpijobs", plain(render.of_job(Job("qa", "x:1", "run.py", kind="mpijob", workers=2))[0]))
     for name, made in (("qa-worker-0", "1"), ("qa-launcher-zz", "1"), ("qa-launcher-aa", "2")):
         labels = {"training.kubeflow.org/job-name": "qa"}
         metadata = {"name": name, "labels": labels, "creationTimestamp": f"2026-11-16T08:0{made}:00Z"}
@@ -269,9 +269,9 @@ def test_logs_of_an_mpijobs_rank(here: Here) -> None:
 @pytest.mark.parametrize("with_data", [False, True])
 def test_delete_keeps_the_volume_unless_told(here: Here, with_data: bool) -> None:
     add_job(here.cluster)
-    here.cluster.put("configmaps", plain(manifests.of_job(QA)[0]))
+    here.cluster.put("configmaps", plain(render.of_job(QA)[0]))
     here.cluster.put("configmaps", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody-elses"}})
-    secret, policy = map(plain, protection.documents(replace(QA, workers=2, token="0f" * 32, network_policy=True)))
+    _, secret, policy = map(plain, core_objects.documents(replace(QA, workers=2, token="0f" * 32, network_policy=True)))
     here.cluster.put("secrets", secret)
     here.cluster.put("networkpolicies", policy)
     answer = here.cputrain("delete", "qa", *(["--with-data"] if with_data else []))
@@ -322,6 +322,6 @@ def test_check_with_the_clusters_own_schemas(here: Here) -> None:
     }
     assert "none of Kubeflow's definitions" in here.refused("check", "--cluster", "-", given="a: b")
     here.cluster.put("customresourcedefinitions", json.loads(json.dumps(definition)), "")
-    answer = here.cputrain("check", "--cluster", "-", given=manifests.job_text(Job("qa", "x:1", "a.py")))
+    answer = here.cputrain("check", "--cluster", "-", given=render.job_text(Job("qa", "x:1", "a.py")))
     assert answer.returncode == 1
     assert "spec is not a field that exists here" in answer.stdout

@@ -15,10 +15,10 @@ import pytest
 import yaml
 from cluster import kubelet
 
-from cputrain.cluster import manifest, manifests, schema, webhooks
-from cputrain.cluster.expansion import escape
+from cputrain.cluster import manifest, render, schema, webhooks
 from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
 from cputrain.cluster.manifest import plain
+from cputrain.cluster.pod import escape
 
 CRDS = Path(__file__).parents[3] / "shared" / "crds"
 TRICKS = (
@@ -100,7 +100,7 @@ def test_everything_rendered_is_valid(kind: str) -> None:
     jobs = [job for job in jobs if job.elastic == wanted.get("elastic") and job.mpi == wanted.get("mpi", "openmpi")]
     assert len(jobs) == len(GRID) / len(KINDS)
     for job in jobs:
-        for document in map(plain, manifests.of_job(job)):
+        for document in map(plain, render.of_job(job)):
             if document["apiVersion"] in ("v1", "networking.k8s.io/v1"):
                 kubernetes_validate.validate(document, "1.37", strict=True)
                 continue
@@ -117,9 +117,9 @@ def test_the_core_parts_are_valid_for_the_oldest_and_the_newest_kubernetes(versi
     pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}}
     distinct = set()
     for job in GRID:
-        templates = kubelet.pods(list(map(plain, manifests.of_job(job)))).values()
+        templates = kubelet.pods(list(map(plain, render.of_job(job)))).values()
         distinct |= {json.dumps({**pod, "spec": template["spec"]}, sort_keys=True) for template in templates}
-        distinct |= {json.dumps(plain(document), sort_keys=True) for document in manifests.of_volume(job)}
+        distinct |= {json.dumps(plain(document), sort_keys=True) for document in render.of_volume(job)}
     assert len(distinct) > 200
     for text in distinct:
         kubernetes_validate.validate(json.loads(text), version, strict=True)
@@ -127,7 +127,7 @@ def test_the_core_parts_are_valid_for_the_oldest_and_the_newest_kubernetes(versi
 
 def test_every_pod_is_restricted_and_guaranteed() -> None:
     for job in GRID:
-        templates = kubelet.pods(list(map(plain, manifests.of_job(job))))
+        templates = kubelet.pods(list(map(plain, render.of_job(job))))
         assert templates
         for template in templates.values():
             assert kubelet.restricted_faults(template) == []
@@ -140,8 +140,8 @@ def test_every_pod_is_restricted_and_guaranteed() -> None:
 def test_text_is_the_data_for_every_reader() -> None:
     """PyYAML reads YAML 1.1 as kubectl does; our own reader must agree with it."""
     for job in GRID[::3]:
-        wanted = list(map(plain, manifests.of_job(job)))
-        text = manifests.job_text(job)
+        wanted = list(map(plain, render.of_job(job)))
+        text = render.job_text(job)
         assert list(yaml.safe_load_all(text)) == wanted
         assert [document.value for document in manifest.parse(text)] == wanted
 
@@ -152,7 +152,7 @@ def test_kubernetes_expansion_gives_back_the_value(value: str) -> None:
 
 
 def container_of(job: Job) -> dict[str, Any]:
-    document = list(map(plain, manifests.of_job(job)))[-1]
+    document = list(map(plain, render.of_job(job)))[-1]
     if job.kind == "trainjob":
         return document["spec"]["trainer"]
     replica = "Worker" if job.kind == "pytorchjob" else "Launcher"
@@ -170,7 +170,7 @@ def test_arguments_and_variables_arrive_as_given(kind: str) -> None:
 
 
 def test_a_fixed_size_starts_with_all_workers() -> None:
-    spec = plain(manifests.of_job(Job("qa", "x:1", "a.py", workers=3, rendezvous="1f"))[0])["spec"]
+    spec = plain(render.of_job(Job("qa", "x:1", "a.py", workers=3, rendezvous="1f"))[0])["spec"]
     assert spec["elasticPolicy"].items() >= {"minReplicas": 3, "maxReplicas": 3, "rdzvId": "qa-1f"}.items()
     assert spec["runPolicy"] == {"cleanPodPolicy": "None", "backoffLimit": 3}
     assert list(spec["pytorchReplicaSpecs"]) == ["Worker"]
@@ -178,7 +178,7 @@ def test_a_fixed_size_starts_with_all_workers() -> None:
 
 
 def of_kind(job: Job, kind: str) -> list[dict[str, Any]]:
-    return [document for document in map(plain, manifests.of_job(job)) if document["kind"] == kind]
+    return [document for document in map(plain, render.of_job(job)) if document["kind"] == kind]
 
 
 @pytest.mark.parametrize("kind", ["pytorchjob", "trainjob", "mpijob"])
@@ -187,7 +187,7 @@ def test_several_pods_get_the_runs_token_from_a_secret(kind: str) -> None:
     (secret,) = of_kind(job, "Secret")
     values = {f"{secret['metadata']['name']}/{key}": value for key, value in secret["stringData"].items()}
     assert kubelet.environment(container_of(job), {}, values)["CPUTRAIN_TOKEN"] == "0f" * 32
-    assert manifests.job_text(job).count(job.token) == 1 and job.token not in repr(job)
+    assert render.job_text(job).count(job.token) == 1 and job.token not in repr(job)
     if kind == "mpijob":  # sshd passes nothing on, so mpirun must be told the name
         assert "CPUTRAIN_TOKEN" in container_of(job)["args"][1].removeprefix("--forward=").split(",")
 
@@ -208,18 +208,18 @@ def test_a_network_policy_lets_the_jobs_own_pods_in_and_no_others(kind: str) -> 
     own = policy["spec"]["podSelector"]["matchLabels"]
     assert policy["metadata"]["namespace"] == "team" and policy["spec"]["policyTypes"] == ["Ingress"]
     assert policy["spec"]["ingress"] == [{"from": [{"podSelector": {"matchLabels": own}}]}]
-    for template in kubelet.pods(list(map(plain, manifests.of_job(job)))).values():
+    for template in kubelet.pods(list(map(plain, render.of_job(job)))).values():
         assert template["metadata"]["labels"].items() >= own.items()
     other = Job("qa2", "x:1", "a.py", kind=kind, workers=2, namespace="team")
-    for template in kubelet.pods(list(map(plain, manifests.of_job(other)))).values():
+    for template in kubelet.pods(list(map(plain, render.of_job(other)))).values():
         assert not template["metadata"]["labels"].items() >= own.items()
 
 
 @pytest.mark.parametrize(("workers", "mode"), [(1, "ReadWriteOnce"), (2, "ReadWriteMany")])
 def test_the_volume_is_no_part_of_the_jobs_file(workers: int, mode: str) -> None:
     job = Job("qa", "x:1", "a.py", workers=workers, volume=Volume("data", size="1Gi"))
-    assert [document["kind"] for document in manifests.of_job(job)] == ["PyTorchJob"]
-    assert plain(manifests.of_volume(job))[0]["spec"]["accessModes"] == [mode]
+    assert [document["kind"] for document in render.of_job(job)] == ["PyTorchJob"]
+    assert plain(render.of_volume(job))[0]["spec"]["accessModes"] == [mode]
 
 
 @pytest.mark.parametrize(

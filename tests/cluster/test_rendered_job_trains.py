@@ -16,7 +16,7 @@ from cluster import kubelet
 from cluster.pods import CGROUP, ROOT, Pods
 from safetensors.torch import load_file
 
-from cputrain.cluster import manifests
+from cputrain.cluster import render
 from cputrain.cluster.job import Job, Volume
 from cputrain.cluster.manifest import plain
 
@@ -133,7 +133,7 @@ def wait(processes: list[subprocess.Popen[str]], seconds: float = 240) -> list[i
 
 def pytorchjob_pods(folder: Path, job: Job) -> tuple[dict[str, Any], dict[str, str]]:
     """The Worker's replica, and its container's environment with what the operator adds."""
-    documents = list(map(plain, manifests.of_job(job)))
+    documents = list(map(plain, render.of_job(job)))
     write_maps(folder, documents)
     spec = documents[-1]["spec"]
     policy, worker = spec["elasticPolicy"], spec["pytorchReplicaSpecs"]["Worker"]
@@ -185,7 +185,7 @@ def test_an_elastic_pytorchjob_loses_a_worker_and_gets_it_back(tmp_path: Path) -
 
 
 def test_a_trainjob_in_cgroups_of_version_2(tmp_path: Path) -> None:
-    documents = list(map(plain, manifests.of_job(job_of("trainjob"))))
+    documents = list(map(plain, render.of_job(job_of("trainjob"))))
     write_maps(tmp_path, documents)
     trainer = documents[-1]["spec"]["trainer"]
     template = kubelet.pods(documents)["node"]
@@ -227,7 +227,7 @@ MPIS = {
 @pytest.mark.needs_program("mpirun.mpich", "mpich")
 @pytest.mark.parametrize("mpi", MPIS)
 def test_an_mpijob(tmp_path: Path, mpi: str) -> None:
-    documents = list(map(plain, manifests.of_job(job_of("mpijob", mpi=mpi))))
+    documents = list(map(plain, render.of_job(job_of("mpijob", mpi=mpi))))
     write_maps(tmp_path, documents)
     spec = documents[-1]["spec"]
     templates = kubelet.pods(documents)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from cputrain.cluster import check as manifest_check
-from cputrain.cluster import manifests
+from cputrain.cluster import render
 from cputrain.cluster.job import KINDS, Job, Volume
 
 _JOBS = [Job("qa", "x:1", "run.py", ("--lr", "1"), kind=kind, workers=2, volume=Volume("data")) for kind in KINDS]
 SEEDS = [
-    *(manifests.job_text(job).encode() for job in _JOBS),
+    *(render.job_text(job).encode() for job in _JOBS),
     b"apiVersion: v1\nkind: ConfigMap\nmetadata: &a {name: x}\ndata:\n  <<: *a\n  b: 0b_\n---\n- 1\n",
 ]
 WORDS = [

@@ -23,7 +23,6 @@ SUMMARIES = {
     "completion": "Print what lets bash, zsh or fish complete commands.",
     "help": "Show this page, or that of a command.",
 }
-_MODULE_OF = {"k8s": "k8s_live"}  # the others are called like their commands
 _TEXT = "Train transformer models on CPUs several times faster."
 _EXAMPLES = """
     cputrain doctor                        what this machine can do
@@ -49,7 +48,7 @@ def run(arguments: list[str]) -> None:
 
 def app_of(name: str) -> typer.Typer:
     """The app of a command other than `run`, from its module."""
-    return importlib.import_module(f"cputrain.cli.{_MODULE_OF.get(name, name)}").app
+    return importlib.import_module(f"cputrain.cli.{name}").app
 
 
 def _call(name: str, arguments: list[str]) -> None:

@@ -1,18 +1,22 @@
-"""What `k8s render` and `k8s submit` can be told about a job, and the Job that it makes."""
+"""Options that describe a job, of `k8s render`, `k8s submit` and `slurm render`, and the values that they make."""
 
 from __future__ import annotations
 
+import functools
+import inspect
+import re
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 
 from cputrain import authentication, text_files
 
 if TYPE_CHECKING:
-    from cputrain.cluster.job import Job, Volume
+    from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
 
 
 def option(text: str, *names: str, metavar: str | None = None) -> Any:
@@ -108,31 +112,30 @@ class JobOptions:
         """The checked job; with `--kind auto` the cluster is asked."""
         from uuid import uuid4
 
-        from cputrain.cluster import options
         from cputrain.cluster.job import Job
 
         if not self.image:
             raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
-        bounds = options.least_and_most(self.elastic) if self.elastic else None
+        bounds = least_and_most(self.elastic) if self.elastic else None
         said = _configured(self.config, self.workers is not None or bounds is not None)
         same = {name: value for name, value in vars(self).items() if name in Job.__dataclass_fields__}
         # Options win over the file, and what neither says is the job's default.
         same |= {name: said.get(name) for name, value in same.items() if value is None}
         same["max_restarts"] = Job.max_restarts if same["max_restarts"] is None else same["max_restarts"]
-        variables = dict(said.get("environment", ())) | dict(options.assignments(self.env or (), "--env"))
+        variables = dict(said.get("environment", ())) | dict(assignments(self.env or (), "--env"))
         made = {
-            "name": options.name_of(script) if self.name is None else self.name,
+            "name": name_of(script) if self.name is None else self.name,
             "kind": self._chosen_kind(bounds is not None),
             "workers": self.workers if self.workers is not None else bounds[1] if bounds else said.get("workers", 1),
             "elastic": bounds,
             "volume": self._volume(),
             "environment": tuple(variables.items()),
-            "secrets": options.secrets(self.secret_env or ()),
+            "secrets": secrets(self.secret_env or ()),
             "preload": tuple(self.preload or ()),
             "launch_options": said.get("launch_options", ()),
             "pull_secrets": tuple(self.pull_secrets or ()),
-            "node_selector": options.assignments(self.node_selector or (), "--node-selector"),
-            "tolerations": options.tolerations(self.toleration or ()),
+            "node_selector": assignments(self.node_selector or (), "--node-selector"),
+            "tolerations": tolerations(self.toleration or ()),
             "script_text": text_files.read(Path(script)) if self.embed else None,
             "rendezvous": uuid4().hex[:8],
             "token": authentication.new_token(),
@@ -162,7 +165,6 @@ class JobOptions:
 
 def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
-    from cputrain.cluster import options
     from cputrain.launch import config_file
     from cputrain.launch.config import Config
 
@@ -175,7 +177,7 @@ def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
         "workers": config.num_machines,
         "processes": config.ppn or config.num_processes // config.num_machines,
         "communication": config.cores_for_communication or None,
-        "environment": options.assignments(config.env, f"env in {path}"),
+        "environment": assignments(config.env, f"env in {path}"),
     }
     if config_file.says(str(path), "max_restarts"):
         found["max_restarts"] = config.max_restarts
@@ -185,3 +187,75 @@ def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
         value = getattr(config, name)
         words += [f"--{name}", value] if value != getattr(Config, name) else []
     return {**found, "launch_options": tuple(words)}
+
+
+def assignments(texts: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
+    """`NAME=value`; the value may hold anything, `=` too."""
+    made = []
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if not name or not equals:
+            raise ValueError(f"{option} must be NAME=value, found {text!r}.")
+        made.append((name, value))
+    return tuple(made)
+
+
+def secrets(texts: Iterable[str]) -> tuple[SecretVariable, ...]:
+    from cputrain.cluster.job import SecretVariable
+
+    made = []
+    for text in texts:
+        found = re.fullmatch(r"([^=]+)=([^/]+)/(.+)", text, re.DOTALL)
+        if not found:
+            raise ValueError(f"--secret-env must be NAME=secret/key, found {text!r}.")
+        made.append(SecretVariable(*found.groups()))
+    return tuple(made)
+
+
+def tolerations(texts: Iterable[str]) -> tuple[Toleration, ...]:
+    from cputrain.cluster.job import Toleration
+
+    made = []
+    for text in texts:
+        found = re.fullmatch(r"([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", text)
+        if not found:
+            raise ValueError(f"--toleration must be key, key:Effect or key=value:Effect, found {text!r}.")
+        made.append(Toleration(*found.groups()))
+    return tuple(made)
+
+
+def least_and_most(text: str) -> tuple[int, int]:
+    found = re.fullmatch(r"(\d{1,6}):(\d{1,6})", text, re.ASCII)
+    if not found or int(found[1]) > int(found[2]):
+        raise ValueError(f"--elastic must be LEAST:MOST such as 1:4, found {text!r}.")
+    return int(found[1]), int(found[2])
+
+
+def name_of(script: str) -> str:
+    """A job's name after its script: `examples/run_qa.py` → `run-qa`."""
+    words = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")
+    return (words if words[:1].isalpha() else f"job-{words}".rstrip("-"))[:40].rstrip("-")
+
+
+def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """The parameter that is a dataclass becomes one option for each of its fields, at the same place."""
+    signature = inspect.signature(command, eval_str=True)
+    [group] = [one for one in signature.parameters.values() if is_dataclass(one.annotation)]
+    options = _parameters(group.annotation)
+    listed: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        listed += options if one is group else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        chosen = group.annotation(**{option.name: given.pop(option.name) for option in options})
+        command(**given, **{group.name: chosen})
+
+    called.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+    return called
+
+
+def _parameters(group: type) -> list[inspect.Parameter]:
+    hints = get_type_hints(group, include_extras=True)
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return [inspect.Parameter(one.name, kind, default=one.default, annotation=hints[one.name]) for one in fields(group)]

@@ -10,7 +10,7 @@ import typer
 
 from cputrain import text_files
 from cputrain.cli.app import command, new_app
-from cputrain.cli.option_fields import with_fields
+from cputrain.cli.job_options import assignments, name_of, with_fields
 
 app = new_app(
     help="Train on a Slurm cluster: write the batch script, submit it.",
@@ -75,12 +75,11 @@ def render(
     ] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
-    from cputrain.cluster import options as texts
     from cputrain.cluster import slurm as cluster
 
     made = {
-        "name": texts.name_of(script) if options.name is None else options.name,
-        "environment": texts.assignments(options.environment or (), "--env"),
+        "name": name_of(script) if options.name is None else options.name,
+        "environment": assignments(options.environment or (), "--env"),
         "resume": tuple(options.resume or ()),
     }
     job = cluster.SlurmJob(script=script, arguments=tuple(arguments or ()), **{**vars(options), **made})

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cputrain.cluster import (
-    check_beside,
     check_job,
     check_pod,
     check_references,
+    core_objects,
     job_containers,
     manifest,
     schema,
@@ -97,7 +97,7 @@ def unknown_kinds(text: str) -> list[Unknown]:
 
 def _kinds() -> list[str]:
     """All that is checked here."""
-    return [*check_beside.VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
+    return [*core_objects.VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
 
 
 def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -113,7 +113,7 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
         said = f"{value['kind']} is served as {wanted}, found {value['apiVersion']}: write that"
         yield Finding(document.line(("apiVersion",)), "apiVersion", said)
     rules = (webhooks.problems, check_job.problems, check_pod.problems, check_references.problems)
-    for problems in (known or (), check_beside.problems(value), *(rule(value, others) for rule in rules)):
+    for problems in (known or (), core_objects.problems(value), *(rule(value, others) for rule in rules)):
         for problem in problems:
             path = ".".join(map(str, problem.where))
             yield Finding(document.line(problem.where), path, problem.sentence, problem.severity)

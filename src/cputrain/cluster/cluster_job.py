@@ -121,9 +121,11 @@ def claims(pod_or_template: dict[str, Any]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(found))
 
 
-def has_claim(kubectl: Kubectl, name: str) -> bool:
+def has_claim(kubectl: Kubectl, name: str, *where: str) -> bool:
     """Whether a claim exists: a job may wait for ever for one that was never made."""
-    return bool(kubectl.run("get", "persistentvolumeclaims", name, "--ignore-not-found", "--output=name").strip())
+    return bool(
+        kubectl.run("get", "persistentvolumeclaims", name, "--ignore-not-found", "--output=name", *where).strip()
+    )
 
 
 def templates(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:

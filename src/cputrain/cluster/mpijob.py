@@ -42,7 +42,7 @@ def _launcher(job: Job) -> dict[str, Any]:
     return {
         "replicas": 1,
         "restartPolicy": Noted("Never", "a launcher that fails is made anew, and the old one's log stays"),
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.pod(job, [container], with_data=False)},
+        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container], with_data=False)},
     }
 
 
@@ -58,7 +58,7 @@ def _worker(job: Job) -> dict[str, Any]:
     return {
         "replicas": job.workers,
         "restartPolicy": "OnFailure",
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.pod(job, [container])},
+        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
     }
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from posixpath import basename, join
+import re
+from posixpath import join
 from typing import Any
 
 from cputrain import authentication
-from cputrain.cluster.expansion import escape
 from cputrain.cluster.job import HOME, SCRIPTS, Job
 from cputrain.cluster.manifest import Noted
 
@@ -14,8 +14,10 @@ Mapping = dict[str, Any]
 
 # It reads what the operator sets, and starts the right number of processes.
 COMMAND = ("cputrain", "launch")
-# Of the Secret that `protection` makes.
+# The key in the Secret that `core_objects` makes.
 TOKEN_KEY = "token"
+# The kubelet reads `$$` as `$` and `$(` as a reference; a `$` before a byte beyond ASCII it would garble.
+_MEANT = re.compile(r"\$\$+|\$(?=\(|[^\x00-\x7f])")
 
 
 def metadata(job: Job, name: str | None = None) -> Mapping:
@@ -36,6 +38,11 @@ def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
         "annotations": {"sidecar.istio.io/inject": Noted("false", note)},
         "labels": {**labels(job), "sidecar.istio.io/inject": "false", **(extra or {})},
     }
+
+
+def escape(value: str) -> str:
+    """The text whose expansion is `value`: Kubernetes replaces `$(NAME)` in commands, arguments and variables."""
+    return _MEANT.sub(lambda found: found[0] * 2, value)
 
 
 def arguments(job: Job) -> list[str]:
@@ -114,7 +121,7 @@ def _mounts(job: Job, with_data: bool) -> list[Mapping]:
     return mounts
 
 
-def pod(job: Job, containers: list[Mapping], with_data: bool = True) -> Mapping:
+def spec(job: Job, containers: list[Mapping], with_data: bool = True) -> Mapping:
     """The pod's specification around its container. No restartPolicy: the operators overwrite it."""
     made: Mapping = {
         "securityContext": Noted(
@@ -164,14 +171,3 @@ def _volumes(job: Job, with_data: bool) -> list[Any]:
 
 def script_map_name(job: Job) -> str:
     return f"{job.name}-script"
-
-
-def script_map(job: Job) -> Mapping:
-    """The script itself, for those who have no image of their own yet."""
-    assert job.script_text is not None
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": metadata(job, script_map_name(job)),
-        "data": {basename(job.script): job.script_text},
-    }

@@ -57,5 +57,5 @@ def _worker(job: Job) -> dict[str, Any]:
     return {
         "replicas": job.workers,
         "restartPolicy": Noted("OnFailure", "here, not in the pod's spec, where the operator overwrites it"),
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.pod(job, [container])},
+        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
     }

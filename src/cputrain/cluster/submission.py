@@ -1,4 +1,4 @@
-"""Hands manifests to the cluster: all are tried without effect first, so that nothing is created by half."""
+"""Creates and deletes what a job consists of. All is tried without effect first, so that nothing is created by half."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cputrain.cluster import check, manifest
+from cputrain.cluster import check, cluster_job, manifest
 from cputrain.cluster.kubectl import Kubectl, Refused
 from cputrain.cluster.manifest import ERROR, WARNING, mapping
 
@@ -55,8 +55,9 @@ def called(document: dict[str, Any]) -> str:
 def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:
     if document["kind"] != "PersistentVolumeClaim":
         return False
-    words = ["get", "persistentvolumeclaims", document["metadata"]["name"], "--ignore-not-found", "--output=name"]
-    if not kubectl.run(*words, *_in_namespace(document)).strip():
+    namespace = document["metadata"].get("namespace")
+    where = [f"--namespace={namespace}"] if namespace else []
+    if not cluster_job.has_claim(kubectl, document["metadata"]["name"], *where):
         return False
     say(f"{called(document)} exists already, and is used with what it holds")
     return True
@@ -77,6 +78,33 @@ def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
         raise
 
 
-def _in_namespace(document: dict[str, Any]) -> list[str]:
-    namespace = document["metadata"].get("namespace")
-    return [f"--namespace={namespace}"] if namespace else []
+def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) -> None:
+    """The job, and what was rendered with it; the volume claims only `with_data`."""
+    job = cluster_job.find(kubectl, name)
+    templates = cluster_job.templates(kubectl, job)
+    named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
+    group = str(job.value["apiVersion"]).partition("/")[0]
+    kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
+    ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
+    resources = "configmaps" + (",trainingruntimes.trainer.kubeflow.org" if job.kind == "TrainJob" else "")
+    kubectl.run("delete", resources, ours)
+    say(f"deleted {job.kind} {name}")
+    for resource in ("secrets", "networkpolicies.networking.k8s.io"):
+        _delete_if_allowed(kubectl, resource, ours, warn)
+    for claim in claims:
+        if with_data:
+            kubectl.run("delete", "persistentvolumeclaims", claim)
+            say(f"deleted the volume claim {claim} with its data")
+        else:
+            say(f"the volume claim {claim} stays with its data")
+
+
+def _delete_if_allowed(kubectl: Kubectl, resource: str, ours: str, warn: Say) -> None:
+    """A user who may not delete these may not create them either, so the job had none."""
+    try:
+        kubectl.run("delete", resource, ours)
+    except Refused as refusal:
+        if refusal.reason not in ("Forbidden", "NotFound"):
+            raise
+        warn(f"{resource} were not looked for: {refusal}")

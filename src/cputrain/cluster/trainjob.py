@@ -20,7 +20,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
 
 def _runtime(job: Job) -> dict[str, Any]:
     container = {**pod.container(job, "node"), "resources": pod.resources(job)}
-    pods = {"metadata": pod.pod_metadata(job), "spec": {"restartPolicy": "Never", **pod.pod(job, [container])}}
+    pods = {"metadata": pod.pod_metadata(job), "spec": {"restartPolicy": "Never", **pod.spec(job, [container])}}
     node = {
         "name": "node",
         "template": {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cputrain.cluster import manifest, mpijob, pod, protection, pytorchjob, storage, trainjob
+from cputrain.cluster import core_objects, manifest, mpijob, pytorchjob, trainjob
 from cputrain.cluster.job import Job
 
 _KINDS = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "mpijob": mpijob.documents}
@@ -12,12 +12,11 @@ _KINDS = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "m
 
 def of_job(job: Job) -> list[dict[str, Any]]:
     """What `kubectl delete -f` may delete: the job, its runtime, its script, its token; never the volume."""
-    script = [pod.script_map(job)] if job.script_text is not None else []
-    return [*script, *protection.documents(job), *_KINDS[job.kind](job)]
+    return [*core_objects.documents(job), *_KINDS[job.kind](job)]
 
 
 def of_volume(job: Job) -> list[dict[str, Any]]:
-    return [storage.claim(job)] if job.volume and job.volume.size else []
+    return [core_objects.claim(job)] if job.volume and job.volume.size else []
 
 
 def job_text(job: Job) -> str:
