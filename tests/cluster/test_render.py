@@ -15,7 +15,7 @@ import pytest
 import yaml
 from cluster import kubelet
 
-from cputrain.cluster import manifest, render, schema, webhooks
+from cputrain.cluster import kinds, manifest, render, schema
 from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
 from cputrain.cluster.manifest import plain
 from cputrain.cluster.pod import escape
@@ -108,7 +108,7 @@ def test_everything_rendered_is_valid(kind: str) -> None:
             found = schema.of_operators().problems(document)
             assert found is not None
             assert list(found) == []
-            assert list(webhooks.problems(document)) == []
+            assert list(kinds.problems(document)) == []
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.37"])

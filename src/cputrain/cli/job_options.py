@@ -143,11 +143,12 @@ class JobOptions:
         return Job(script=script, arguments=tuple(arguments), **{**same, **made})
 
     def _chosen_kind(self, elastic: bool) -> str:
-        from cputrain.cluster import kubectl
+        from cputrain.cluster import kinds
+        from cputrain.cluster.kubectl import Kubectl
 
         if self.kind != "auto":
             return self.kind
-        kind, reason = kubectl.training_kind(kubectl.Kubectl(self.context, self.namespace), elastic)
+        kind, reason = kinds.choose(Kubectl(self.context, self.namespace), elastic)
         print(f"cputrain: --kind {kind}: {reason}", file=sys.stderr)
         return kind
 

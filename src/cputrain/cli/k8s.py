@@ -185,14 +185,14 @@ def submit(
 
     With `-- SCRIPT ARGUMENTS` the manifests are those that `render` would write, with the same options.
     """
-    from cputrain.cluster import submission
+    from cputrain.cluster import kinds, submission
 
     kubectl = _kubectl(options.context, options.namespace)
     texts = _rendered(options, words) if ctx.meta["script"] else _read(ctx, words)
     documents = submission.documents_of(texts, lambda line: print(line, file=sys.stderr))
     print("To be created:", ", ".join(map(submission.called, documents)), flush=True)
     submission.submit(kubectl, documents, print)
-    jobs = [document for document in documents if document["kind"] in ("PyTorchJob", "TrainJob", "MPIJob")]
+    jobs = [document for document in documents if document["kind"] in kinds.NAMES]
     if wait and jobs:
         name, within = jobs[0]["metadata"]["name"], jobs[0]["metadata"].get("namespace")
         raise typer.Exit(_follow(_kubectl(options.context, options.namespace or within), name))
@@ -246,9 +246,9 @@ def logs(
 
     kubectl = _kubectl(context, namespace)
     job = cluster_job.find(kubectl, name)
-    pod = cluster_job.pod_of(job, cluster_job.pods(kubectl, job), rank or 0)
+    pod = job.pod_of_rank(cluster_job.pods(kubectl, job), rank or 0)
     command = kubectl.command("logs", pod, *(["--follow"] if follow else []))
-    if rank is not None and cluster_job.holds_several(job):
+    if rank is not None and job.shares_logs:
         raise typer.Exit(cluster_job.show_log(command, rank, lambda line: print(line, end="", flush=True)))
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -303,7 +303,7 @@ def _with_templates(name: str, context: str | None, namespace: str | None) -> tu
 
     kubectl = _kubectl(context, namespace)
     job = cluster_job.find(kubectl, name)
-    return kubectl, job, cluster_job.templates(kubectl, job)
+    return kubectl, job, job.templates(kubectl)
 
 
 def _kubectl(context: str | None, namespace: str | None) -> Any:

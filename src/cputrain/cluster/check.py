@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cputrain.cluster import (
-    check_job,
-    check_pod,
-    check_references,
-    core_objects,
-    job_containers,
-    manifest,
-    schema,
-    webhooks,
+from cputrain.cluster import check_pod, core_objects, kinds, manifest, schema
+from cputrain.cluster.containers import Manifest
+from cputrain.cluster.manifest import (
+    ERROR,
+    WARNING,
+    Document,
+    Problem,
+    Where,
+    YamlError,
+    items,
+    mapping,
+    warning,
+    within,
 )
-from cputrain.cluster.manifest import ERROR, WARNING, Document, YamlError, mapping, within
+from cputrain.cluster.training_runtime import runtime_of
 from cputrain.text_files import quoted
 
 # What the operators' custom resource definitions are called.
@@ -28,9 +32,13 @@ DEFINITIONS = (
     "trainjobs.trainer.kubeflow.org",
     "trainingruntimes.trainer.kubeflow.org",
 )
-
-
-JOBS = ("PyTorchJob", "TrainJob", "MPIJob")
+# In which field of a volume the name of which kind stands.
+_VOLUMES = {
+    ("persistentVolumeClaim", "claimName"): "PersistentVolumeClaim",
+    ("configMap", "name"): "ConfigMap",
+    ("secret", "secretName"): "Secret",
+}
+_VARIABLES = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}
 
 
 @dataclass(frozen=True, order=True)
@@ -112,7 +120,7 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
         wanted = " or ".join(name.rpartition("/")[0] for name in versions)
         said = f"{value['kind']} is served as {wanted}, found {value['apiVersion']}: write that"
         yield Finding(document.line(("apiVersion",)), "apiVersion", said)
-    rules = (webhooks.problems, check_job.problems, check_pod.problems, check_references.problems)
+    rules = (kinds.problems, check_pod.problems, references)
     for problems in (known or (), core_objects.problems(value), *(rule(value, others) for rule in rules)):
         for problem in problems:
             path = ".".join(map(str, problem.where))
@@ -121,21 +129,69 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
 
 def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
     """What only shows when a claim and the jobs that mount it are seen together."""
-    jobs = [value for value in values if value.get("kind") in JOBS]
+    jobs = [value for value in values if value.get("kind") in kinds.NAMES]
     here = [mapping(document.value).get("kind") for document in documents]
     for document in documents:
         value = mapping(document.value)
         if value.get("kind") != "PersistentVolumeClaim":
             continue
-        if any(kind in JOBS for kind in here):
+        if any(kind in kinds.NAMES for kind in here):
             sentence = "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
             yield Finding(document.line(("kind",)), "kind", sentence, WARNING)
         name = within(value, "metadata", "name")
-        users = [job for job in jobs if str(name) in check_references.claims_of(job, values)]
-        several = any(job_containers.pods_of(job, values) > 1 for job in users)
+        users = [job for job in jobs if str(name) in _claims_of(job, values)]
+        several = any(kinds.pods_of(job, values) > 1 for job in users)
         if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
             sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
             yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence, WARNING)
+
+
+def references(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
+    """What a job refers to by name, and finds only in its own namespace: claims, config maps, secrets, runtimes."""
+    own = within(manifest, "metadata", "namespace")
+    if manifest.get("kind") == "ClusterTrainingRuntime":
+        return  # its pods run in the namespace of whichever job names it
+    for where, kind, name in _references(manifest, others):
+        found = [other for other in others if (other.get("kind"), within(other, "metadata", "name")) == (kind, name)]
+        spaces = [within(other, "metadata", "namespace") for other in found]
+        if found and own not in spaces:
+            yield _elsewhere(where, f"{kind} {name}", own, spaces[0])
+
+
+def _claims_of(job: Manifest, others: Sequence[Manifest]) -> set[str]:
+    """The claims that a job's pods mount, a TrainJob's runtime included."""
+    runtime = runtime_of(job, others)
+    parts = [job, runtime] if runtime else [job]
+    rows = [row for part in parts for row in _references(part, others)]
+    return {name for _, kind, name in rows if kind == "PersistentVolumeClaim"}
+
+
+def _elsewhere(where: Where, called: str, own: Any, other: Any) -> Problem:
+    if own is None or other is None:
+        here, there = (f"in namespace {space}" if space else "in kubectl's namespace" for space in (own, other))
+        said = f"{called} is {there}, and this is {here}: write the same namespace in both, or in neither"
+        return warning(where, said)
+    said = f"{called} is in namespace {other}, and nothing in {own} can use it: write the same namespace in both"
+    return Problem(where, said)
+
+
+def _references(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[tuple[Where, str, str]]:
+    """(place, kind, name) of everything that is referred to."""
+    for pod in kinds.pods(manifest, others):
+        for number, volume in enumerate(map(mapping, items(pod.spec.get("volumes")))):
+            for (key, field), kind in _VOLUMES.items():
+                name = mapping(volume.get(key)).get(field)
+                if isinstance(name, str):
+                    yield (*pod.where, "volumes", number, key, field), kind, name
+    for container in kinds.containers(manifest, others):
+        for number, variable in enumerate(items(container.value.get("env"))):
+            for key, kind in _VARIABLES.items():
+                name = within(variable, "valueFrom", key, "name")
+                if isinstance(name, str):
+                    yield (*container.where, "env", number, "valueFrom", key, "name"), kind, name
+    reference = mapping(within(manifest, "spec", "runtimeRef"))
+    if reference.get("kind") == "TrainingRuntime" and isinstance(reference.get("name"), str):
+        yield ("spec", "runtimeRef", "name"), "TrainingRuntime", reference["name"]
 
 
 def of_cluster(kubectl: Any) -> schema.Schemas:

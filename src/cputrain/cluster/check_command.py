@@ -1,18 +1,53 @@
-"""What will hurt in a container's command: ranks that train alone, bf16 where there is none, tokens in clear."""
+"""What will hurt in a container's command: ranks that train alone, wrong counts, refused options, tokens."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 from cputrain import secrets_in_clear
-from cputrain.cluster.command_words import LAUNCHERS, MPIRUN, SHELLS, TORCHRUN, Word, is_ours, option, place, words
-from cputrain.cluster.job_containers import Container
-from cputrain.cluster.manifest import Problem, items, mapping, warning
+from cputrain.cluster.command_words import (
+    COUNT,
+    LAUNCHERS,
+    MPIRUN,
+    SHELLS,
+    TORCHRUN,
+    Word,
+    calls,
+    is_ours,
+    option,
+    place,
+    processes_of_torchrun,
+    words,
+)
+from cputrain.cluster.containers import Container
+from cputrain.cluster.manifest import Problem, Where, items, mapping, warning
 
 _FEATURE = "feature.node.kubernetes.io/cpu-cpuid.AMXBF16"
 _LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
 # Launchers that start ranks in other pods by ssh, as a Launcher must.
 _REMOTE = (*MPIRUN, "cputrain", "deepspeed", "deepspeed.launcher.runner")
+# Gone from transformers' TrainingArguments (5.23), and accepted again where cputrain starts the script.
+_TAKEN_BY_US = {
+    "--no_cuda": "write --use_cpu",
+    "--use_ipex": "leave it out",
+    "--jit_mode_eval": "leave it out",
+}
+_GONE = {
+    "--evaluation_strategy": "write --eval_strategy",
+    "--per_gpu_train_batch_size": "write --per_device_train_batch_size",
+    "--per_gpu_eval_batch_size": "write --per_device_eval_batch_size",
+    "--overwrite_output_dir": "leave it out",
+    "--use_mps_device": "leave it out",
+    "--fp16_opt_level": "leave it out",
+    "--half_precision_backend": "leave it out",
+    "--push_to_hub_token": "set HF_TOKEN from a Secret",
+    "--push_to_hub_model_id": "write --hub_model_id",
+}
+# Two of these, and the script reads its options with transformers: other scripts have a --no_cuda of their own.
+_OF_TRAINER = (
+    "--model_name_or_path", "--do_train", "--do_eval", "--output_dir", "--num_train_epochs", "--learning_rate",
+    "--per_device_train_batch_size", "--per_device_eval_batch_size", "--max_seq_length", "--ddp_backend", "--use_ipex",
+)  # fmt: skip  # fmt: skip
 
 
 def problems(container: Container) -> Iterator[Problem]:
@@ -25,6 +60,10 @@ def problems(container: Container) -> Iterator[Problem]:
     elif container.ranks.pods > 1 and started_by == "torch":
         yield from _alone(container, command)
     yield from _bf16(container, command)
+    yield from _flags(container, command)
+    if started_by == "torch":
+        yield from _torchrun(container)
+        yield from _launch(container, *(container.ranks.elastic or (container.ranks.pods, container.ranks.pods)))
 
 
 def _alone(container: Container, command: list[Word]) -> Iterator[Problem]:
@@ -138,3 +177,64 @@ def _tokens(container: Container) -> Iterator[Problem]:
             yield Problem(place(container, word), sentence)
         elif named and not hidden:
             yield warning(place(container, word), sentence)
+
+
+def _flags(container: Container, command: list[Word]) -> Iterator[Problem]:
+    """Options of a training script that today's transformers refuses, before anything is trained."""
+    if sum(option(command, name) is not None for name in _OF_TRAINER) < 2:
+        return
+    ours = is_ours(container)
+    for name, remedy in {**_GONE, **({} if ours else _TAKEN_BY_US)}.items():
+        found = option(command, name)
+        if found:
+            other = ", or start the script with cputrain launch, which takes it" if name in _TAKEN_BY_US else ""
+            said = f"today's transformers refuses {found[1].text.partition('=')[0]}"
+            yield Problem(place(container, found[1]), f"{said}, and the script ends at once: {remedy}{other}")
+    backend = option(command, "--ddp_backend")
+    if backend and backend[0] == "ccl" and not ours:
+        said = "today's transformers refuses --ddp_backend ccl, and the script ends at once"
+        yield Problem(place(container, backend[1]), f"{said}: write gloo, or start the script with cputrain launch")
+
+
+def _torchrun(container: Container) -> Iterator[Problem]:
+    said, processes = processes_of_torchrun(container), container.ranks.processes
+    if said and processes and COUNT.fullmatch(said[0]) and int(said[0]) != processes:
+        yield warning(
+            place(container, said[1]),
+            f"torchrun starts {said[0]} processes, and the job says {processes}: torchrun's option wins, remove one",
+        )
+    for own in calls(words(container), TORCHRUN):
+        found = option(own, "--nnodes")
+        least = found[0].partition(":")[0] if found else ""
+        if found and COUNT.fullmatch(least) and int(least) != container.ranks.pods > 1:
+            yield from _other_nodes(container, place(container, found[1]), found[0], int(least))
+
+
+def _other_nodes(container: Container, where: Where, text: str, least: int) -> Iterator[Problem]:
+    pods = container.ranks.pods
+    if text == "1":
+        said = "--nnodes 1 makes every pod train alone, whatever the operator says: remove it"
+        yield Problem(where, said)
+    elif least > pods:
+        yield Problem(where, f"--nnodes {text} waits for {least} pods, and the job has {pods}: remove it")
+    elif ":" not in text:
+        yield warning(where, f"--nnodes {text} leaves out some of the {pods} pods of the job: remove it")
+
+
+def _launch(container: Container, least: int, most: int) -> Iterator[Problem]:
+    """`cputrain launch -n` counts all processes, and refuses what the operator's numbers can't give."""
+    for own in calls(words(container), ("cputrain",)):
+        asked, each = option(own, "-n", "--num_processes"), option(own, "--ppn")
+        if not own or own[0].text != "launch" or not asked or not COUNT.fullmatch(asked[0]):
+            continue
+        size = int(asked[0])
+        here = int(each[0]) if each and COUNT.fullmatch(each[0]) else container.ranks.processes
+        here = here or max(1, size // max(1, most))
+        if not here * least <= size <= here * most:
+            pods = str(most) if least == most else f"{least} to {most}"
+            total = str(here * most) if least == most else f"{here * least} to {here * most}"
+            yield Problem(
+                place(container, asked[1]),
+                f"launch {asked[1].text.partition('=')[0]} {size} is the number of processes in all, and {pods} pods "
+                f"of {here} are {total}: leave it out",
+            )

@@ -1,36 +1,38 @@
-"""What will hurt inside a pod: CPUs and threads, memory, libraries, variables."""
+"""What will hurt inside a pod: CPUs and threads, memory, libraries, variables, volumes, /dev/shm."""
 
 from __future__ import annotations
 
+import posixpath
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from cputrain import secrets_in_clear
 from cputrain.cluster import (
     check_command,
-    check_flags,
-    check_volumes,
-    job_containers,
+    kinds,
     names,
     quantity,
 )
-from cputrain.cluster.command_words import processes_of_torchrun, runs_python
-from cputrain.cluster.job_containers import Container
+from cputrain.cluster.command_words import option, place, processes_of_torchrun, runs_python, words
+from cputrain.cluster.containers import Container, Pod, named
+from cputrain.cluster.containers import words as word_list
 from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, warning
 
 # Variables that are meant for a training, in whichever container they are set.
 _FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")
 # What runc needs to start any process, and what importing torch takes.
 _LEAST, _LEAST_FOR_TORCH = 6 * 2**20, 256 * 2**20
+# Volumes that end with the pod, or can't be written to.
+_PASSING = ("emptyDir", "configMap", "secret", "downwardAPI", "projected", "image")
 
 
 def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) -> Iterator[Problem]:
     """`others`: the manifests beside it, of which one may be a TrainJob's runtime."""
     # The training operator's MPIJob starts ranks by `kubectl exec`, which keeps the container's variables.
     by_ssh = manifest.get("apiVersion") != "kubeflow.org/v1"
-    for container in job_containers.containers(manifest, others):
+    for container in kinds.containers(manifest, others):
         if container.resources or container.needs_resources:
             yield from _resources(container)
         yield from _memory(container)
@@ -39,10 +41,10 @@ def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) ->
         yield from _out_of_reach(container) if by_ssh else ()
         yield from _image(container)
         yield from check_command.problems(container)
-        yield from check_flags.problems(container)
-        yield from check_volumes.of_container(container)
-    for pod in job_containers.pods(manifest, others):
-        yield from check_volumes.of_pod(pod)
+        yield from _output_folder(container)
+    for pod in kinds.pods(manifest, others):
+        yield from _volume_mounts(pod)
+        yield from _shared_memory(pod)
 
 
 def _rows(container: Container) -> Iterator[tuple[Where, str, str]]:
@@ -91,18 +93,18 @@ def _memory(container: Container) -> Iterator[Problem]:
 
 
 def _is_python(container: Container) -> bool:
-    return runs_python(container.ranks.command or job_containers.words(container.value))
+    return runs_python(container.ranks.command or word_list(container.value))
 
 
 def _threads(container: Container) -> Iterator[Problem]:
     limit = quantity.found(mapping(container.ranks.resources.get("limits")).get("cpu"))
     said = processes_of_torchrun(container)
     processes = int(said[0]) if said and re.fullmatch(r"\d{1,6}", said[0], re.ASCII) else container.ranks.processes or 1
-    for place, name, value in _rows(container):
+    for where, name, value in _rows(container):
         if name == "OMP_NUM_THREADS" and re.fullmatch(r"\d{1,6}", value, re.ASCII) and limit is not None:
             needed = int(value) * processes
             if needed > limit:
-                yield warning(place, _too_many_threads(processes, value, needed, limit))
+                yield warning(where, _too_many_threads(processes, value, needed, limit))
 
 
 def _too_many_threads(processes: int, threads: str, needed: int, limit: Fraction) -> str:
@@ -114,28 +116,28 @@ def _too_many_threads(processes: int, threads: str, needed: int, limit: Fraction
 
 
 def _variables(container: Container) -> Iterator[Problem]:
-    for place, name, value in _rows(container):
+    for where, name, value in _rows(container):
         if name == "TRANSFORMERS_CACHE":
-            yield warning(place, "TRANSFORMERS_CACHE does nothing any more: set HF_HOME")
+            yield warning(where, "TRANSFORMERS_CACHE does nothing any more: set HF_HOME")
         clear = f"{name} stands here in clear, for everyone who can read jobs: use a Secret and secretKeyRef"
         if value and secrets_in_clear.looks_secret(value):
-            yield Problem(place, clear)
+            yield Problem(where, clear)
         elif value and secrets_in_clear.is_secret_name(name):
-            yield warning(place, clear)
+            yield warning(where, clear)
         if name == "LD_PRELOAD":
             for library in re.split(r"[:\s]+", value):
                 found = names.without_release(library)
                 said = (
                     f"{library} is one release's file name, which images don't have, and it is skipped: write {found}"
                 )
-                yield from [warning(place, said)] if found else []
+                yield from [warning(where, said)] if found else []
 
 
 def _out_of_reach(container: Container) -> Iterator[Problem]:
-    for place, name, _ in _rows(container) if container.where[1:3] == ("mpiReplicaSpecs", "Worker") else ():
+    for where, name, _ in _rows(container) if container.where[1:3] == ("mpiReplicaSpecs", "Worker") else ():
         if _FOR_RANKS.match(name):
             yield warning(
-                place,
+                where,
                 f"{name} doesn't reach the ranks, which sshd starts without the Worker's variables: set it on the "
                 f"Launcher, and forward it (mpirun -x {name})",
             )
@@ -151,3 +153,99 @@ def _image(container: Container) -> Iterator[Problem]:
                 (*container.where, "image"),
                 f"{image!r} is not an image's name, so it can't be pulled: write the real one",
             )
+
+
+def _output_folder(container: Container) -> Iterator[Problem]:
+    """`--output_dir` on no volume, which means that the trained model is lost with the pod."""
+    command, mounts = words(container), container.ranks.mounts
+    found = option(command, "--output_dir") if container.trains and mounts is not None else None
+    if not found or option(command, "--push_to_hub") or not re.match(r"[\w./]", found[0]) or "://" in found[0]:
+        return
+    assert mounts is not None
+    kept = sorted(path for path, volume in mounts.items() if volume and not any(kind in volume for kind in _PASSING))
+    working = container.value.get("workingDir")
+    folder = posixpath.normpath(posixpath.join(str(working or ""), found[0]))
+    if any(f"{folder}/".startswith(f"{path.rstrip('/')}/") for path in kept):
+        return
+    where, said = place(container, found[1]), f"--output_dir {found[0]} is on no volume, so it ends with the pod"
+    if not folder.startswith("/") and kept:
+        yield hint(where, f"{said}, unless the image's working directory is: write a path under {kept[0]}")
+    else:
+        remedy = f"write a path under {kept[0]}" if kept else "mount a PersistentVolumeClaim, and write a path under it"
+        yield warning(where, f"{said}: {remedy}")
+
+
+def _volume_mounts(pod: Pod) -> Iterator[Problem]:
+    """The API server refuses a pod that mounts what it doesn't have."""
+    known = {str(mapping(volume).get("name")) for volume in items(pod.spec.get("volumes"))}
+    for key in ("initContainers", "containers"):
+        for number, container in named(pod.spec, key):
+            for row, mount in enumerate(map(mapping, items(container.get("volumeMounts")))):
+                name = mount.get("name")
+                where = (*pod.where, key, number, "volumeMounts", row)
+                elsewhere = pod.volumes_elsewhere
+                if isinstance(name, str) and elsewhere is not None and name not in known | elsewhere:
+                    has = f" (it has {', '.join(sorted(known))})" if known else ""
+                    said = f"there is no volume {name} in this pod{has}"
+                    yield Problem(where, f"{said}: write it under volumes, or mount one that is there")
+
+
+def _shared_memory(pod: Pod) -> Iterator[Problem]:
+    """/dev/shm of the container that trains: a side car needs none, and a patch may leave it to its runtime."""
+    if not pod.trains:
+        return
+    known = {str(mapping(volume).get("name")): row for row, volume in enumerate(items(pod.spec.get("volumes")))}
+    found = False
+    for _, container in named(pod.spec):
+        for mount in map(mapping, items(container.get("volumeMounts"))):
+            if str(mount.get("mountPath")).rstrip("/") == "/dev/shm":
+                found = True
+                row = known.get(str(mount.get("name")))
+                yield from _size_of_shared_memory(pod, row, container) if row is not None else ()
+    if not found and not pod.is_part and "/dev/shm" not in pod.mounted_elsewhere and _has_data_loaders(pod):
+        first = next((number for number, _ in named(pod.spec)), None)
+        if first is not None:
+            yield hint(
+                (*pod.where, "containers", first),
+                "/dev/shm has 64 MiB, and data loaders with workers die of it: mount an emptyDir of medium Memory "
+                "with a sizeLimit there",
+            )
+
+
+def _has_data_loaders(pod: Pod) -> bool:
+    """Only Python programs have PyTorch's; what an image starts by itself is one if torchrun's variables are for it.
+
+    JAX and XGBoost have none, and Flux mounts a /dev/shm of its own.
+    """
+    if pod.started_by not in ("torch", "mpi"):
+        return False
+    return runs_python(pod.command) or (pod.started_by == "torch" and not _has_command(pod))
+
+
+def _has_command(pod: Pod) -> bool:
+    return any(container.get("command") for _, container in named(pod.spec)) or bool(
+        pod.command and not pod.command[0].startswith("-")
+    )
+
+
+def _size_of_shared_memory(pod: Pod, row: int, container: Mapping[str, Any]) -> Iterator[Problem]:
+    volume, where = mapping(items(pod.spec.get("volumes"))[row]), (*pod.where, "volumes", row)
+    folder = mapping(volume.get("emptyDir"))
+    size, text = quantity.found(folder.get("sizeLimit")), folder.get("sizeLimit")
+    limits = mapping(mapping(pod.resources or container.get("resources")).get("limits"))
+    memory = quantity.found(limits.get("memory"))
+    if folder.get("medium") == "Memory" and text is None:
+        yield hint(
+            where,
+            "/dev/shm has no sizeLimit, and what fills it counts as the pod's memory until the pod is killed: "
+            "write sizeLimit: 8Gi",
+        )
+    elif "emptyDir" in volume and folder.get("medium") != "Memory":
+        yield hint(where, "/dev/shm is a folder on the node's disk: write emptyDir: {medium: Memory, sizeLimit: 8Gi}")
+    elif size is not None and memory is not None and size > memory:
+        smaller = quantity.in_mebibytes(int(memory) // 8)
+        yield warning(
+            (*where, "emptyDir", "sizeLimit"),
+            f"/dev/shm may grow to {text}, and counts as memory, of which there is {limits['memory']}: the pod is "
+            f"killed before it is full; write sizeLimit: {smaller}",
+        )

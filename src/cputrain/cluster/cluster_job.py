@@ -9,15 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from cputrain.cluster import names
-from cputrain.cluster.kubectl import TRAINING_KINDS, Kubectl
-from cputrain.cluster.manifest import items, mapping, within
+from cputrain.cluster import kinds, names
+from cputrain.cluster.kubectl import Kubectl
+from cputrain.cluster.manifest import items, mapping
 
-_POD_LABELS = {
-    "PyTorchJob": "training.kubeflow.org/job-name",
-    "MPIJob": "training.kubeflow.org/job-name",
-    "TrainJob": "jobset.sigs.k8s.io/jobset-name",
-}
 _ENDS = {"Succeeded": "Succeeded", "Complete": "Succeeded", "Failed": "Failed"}
 
 
@@ -32,13 +27,21 @@ class ClusterJob:
         return str(self.value.get("kind"))
 
     @property
+    def _module(self) -> kinds.JobKind:
+        return kinds.BY_NAME[self.kind]
+
+    @property
+    def _spec(self) -> dict[str, Any]:
+        return mapping(self.value.get("spec"))
+
+    @property
     def name(self) -> str:
         return str(mapping(self.value.get("metadata")).get("name"))
 
     @property
     def selector(self) -> str:
         """The label that the operator gives all pods of the job."""
-        return f"{_POD_LABELS[self.kind]}={self.name}"
+        return f"{self._module.POD_LABEL}={self.name}"
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
@@ -58,31 +61,43 @@ class ClusterJob:
     @property
     def pods_wanted(self) -> int:
         """How many pods must run before ranks can meet."""
-        spec = mapping(self.value.get("spec"))
-        counts = [mapping(spec.get("elasticPolicy")).get("minReplicas"), mapping(spec.get("trainer")).get("numNodes")]
-        for replicas in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
-            counts.append(mapping(mapping(spec.get(replicas)).get("Worker")).get("replicas"))
-        return next((count for count in counts if isinstance(count, int)), 1)
-
-    @property
-    def workers(self) -> int:
-        """How many pods an MPIJob's ranks run in."""
-        count = within(self.value, "spec", "mpiReplicaSpecs", "Worker", "replicas")
-        return count if isinstance(count, int) else 1
+        return self._module.pods_wanted(self._spec)
 
     @property
     def processes(self) -> int:
         """Ranks of each pod."""
-        spec = mapping(self.value.get("spec"))
-        count = spec.get("nprocPerNode") or within(spec, "trainer", "numProcPerNode") or spec.get("slotsPerWorker") or 1
+        count = self._module.processes_per_pod(self._spec) or 1
         return int(count) if str(count).isdecimal() else 1
+
+    @property
+    def shares_logs(self) -> bool:
+        """Whether several ranks write into one log."""
+        return self._module.ONE_LOG or self.processes > 1
+
+    @property
+    def rendered_beside(self) -> tuple[str, ...]:
+        return self._module.RENDERED_BESIDE
+
+    def templates(self, kubectl: Kubectl) -> list[dict[str, Any]]:
+        """The templates of its pods."""
+        return self._module.templates(self._spec, kubectl)
+
+    def pod_of_rank(self, pods: list[dict[str, Any]], rank: int) -> str:
+        """The name of the pod whose log has what a rank wrote; `pods` are in the order of their numbers."""
+        size = self.processes * (self.pods_wanted if self._module.ONE_LOG else len(pods))
+        found = self._module.pods_of_rank(self._spec, pods, rank, self.processes)
+        if not found or not 0 <= rank < size:
+            why = f"the ranks end at {size - 1}" if pods else "there are no pods yet"
+            raise ValueError(f"rank {rank} has no pod: {why}.")
+        return str(found[0]["metadata"]["name"])
 
 
 def find(kubectl: Kubectl, name: str) -> ClusterJob:
     """The job of this name, whatever its kind. The kinds that a cluster lacks aren't asked for."""
     names.subdomain(name, "the job's name")
     known = {(version.partition("/")[0], kind) for version, kind in kubectl.kinds()}
-    asked = [(group, kind) for group, kind in TRAINING_KINDS.values() if (group, kind) in known]
+    wanted = [(module.API.partition("/")[0], module.KIND) for module in kinds.JOBS.values()]
+    asked = [one for one in wanted if one in known]
     if not asked:
         raise ValueError("the cluster knows no PyTorchJob, TrainJob or MPIJob: Kubeflow's operator isn't installed.")
     for group, kind in asked:
@@ -90,8 +105,8 @@ def find(kubectl: Kubectl, name: str) -> ClusterJob:
         text = kubectl.run("get", resource, name, "--ignore-not-found", "--output=json")
         if text.strip():
             return ClusterJob(json.loads(text))
-    kinds = ", ".join(kind for _, kind in asked)
-    raise ValueError(f"there is no {kinds} called {name!r} here: see kubectl get, or give --namespace.")
+    missing = ", ".join(kind for _, kind in asked)
+    raise ValueError(f"there is no {missing} called {name!r} here: see kubectl get, or give --namespace.")
 
 
 def pods(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:
@@ -128,49 +143,8 @@ def has_claim(kubectl: Kubectl, name: str, *where: str) -> bool:
     )
 
 
-def templates(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:
-    """The pod templates of a job; a TrainJob's are in its runtime."""
-    spec = mapping(job.value.get("spec"))
-    if job.kind == "TrainJob":
-        reference = mapping(spec.get("runtimeRef"))
-        resource = f"{str(reference.get('kind')).lower()}s.trainer.kubeflow.org"
-        runtime = kubectl.json("get", resource, str(reference.get("name")))
-        jobs = items(within(runtime, "spec", "template", "spec", "replicatedJobs"))
-        return [mapping(within(row, "template", "spec", "template")) for row in jobs]
-    rows = [*mapping(spec.get("pytorchReplicaSpecs")).values(), *mapping(spec.get("mpiReplicaSpecs")).values()]
-    return [mapping(mapping(row).get("template")) for row in rows]
-
-
 # `cputrain launch` puts the rank before each line of a rank.
 _RANK_LABEL = re.compile(r"\[(\d+)\] ")
-
-
-def pod_of(job: ClusterJob, pods: list[dict[str, Any]], rank: int) -> str:
-    """The name of the pod; `pods` are in the order of their numbers."""
-    size = job.processes * (job.workers if job.kind == "MPIJob" else len(pods))
-    found = _launchers(pods) if job.kind == "MPIJob" else _in_order_of_ranks(job, pods)[rank // job.processes :]
-    if not found or not 0 <= rank < size:
-        why = f"the ranks end at {size - 1}" if pods else "there are no pods yet"
-        raise ValueError(f"rank {rank} has no pod: {why}.")
-    return str(found[0]["metadata"]["name"])
-
-
-def _launchers(pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The last one: a launcher that failed is followed by another."""
-    started = [pod for pod in pods if "-launcher" in pod["metadata"]["name"]]
-    return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))[-1:]
-
-
-def _in_order_of_ranks(job: ClusterJob, pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """torch's rendezvous numbers machines by their addresses, compared as text, whatever the pods are called."""
-    addresses = [mapping(pod.get("status")).get("podIP") for pod in pods]
-    if not isinstance(within(job.value, "spec", "elasticPolicy"), dict) or not all(addresses):
-        return pods
-    return [pod for _, pod in sorted(zip(map(str, addresses), pods, strict=True), key=lambda pair: pair[0])]
-
-
-def holds_several(job: ClusterJob) -> bool:
-    return job.kind == "MPIJob" or job.processes > 1
 
 
 def show_log(command: list[str], rank: int, say: Callable[[str], None]) -> int:

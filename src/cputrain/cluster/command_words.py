@@ -7,10 +7,11 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from cputrain.cluster.job_containers import Container
+from cputrain.cluster.containers import Container
 from cputrain.cluster.manifest import Where, items
 
 SHELLS = ("sh", "bash", "dash", "ash", "zsh")
+COUNT = re.compile(r"[1-9]\d{0,5}", re.ASCII)
 TORCHRUN = ("torchrun", "torch.distributed.run", "torch.distributed.launch")
 MPIRUN = ("mpirun", "mpiexec", "mpiexec.hydra", "mpirun.openmpi", "mpirun.mpich", "orterun", "prterun", "horovodrun")
 # All that start ranks; torchtune's `tune run` is torchrun with other words.
@@ -108,6 +109,14 @@ def processes_of_torchrun(container: Container) -> tuple[str, Word] | None:
     for own in calls(words(container), TORCHRUN):
         return option(own, "--nproc_per_node")
     return None
+
+
+def counts_by_torchrun(container: Container) -> bool:
+    """Whether torchrun starts the ranks, and takes their number from the operator's variable."""
+    said = processes_of_torchrun(container)
+    # A TrainJob may leave the command to its runtime.
+    programs = {word.name for word in words(container)} | {text.rsplit("/", 1)[-1] for text in container.ranks.command}
+    return not programs.isdisjoint(TORCHRUN) and not (said and COUNT.fullmatch(said[0]))
 
 
 def _is_for_a_shell(before: list[Word]) -> bool:

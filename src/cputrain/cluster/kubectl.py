@@ -6,16 +6,8 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-# The kinds that can run a training, by their API group, in the order of preference.
-TRAINING_KINDS = {
-    "trainjob": ("trainer.kubeflow.org", "TrainJob"),
-    "pytorchjob": ("kubeflow.org", "PyTorchJob"),
-    "mpijob": ("kubeflow.org", "MPIJob"),
-}
 
 
 class Refused(ValueError):
@@ -60,19 +52,6 @@ class Kubectl:
         lines = self.run("api-resources", "--no-headers", "--cached=false").splitlines()
         # NAME SHORTNAMES APIVERSION NAMESPACED KIND, where SHORTNAMES may be empty.
         return {(words[-3], words[-1]) for words in map(str.split, lines) if len(words) >= 4}
-
-
-def training_kind(kubectl: Kubectl, elastic: bool) -> tuple[str, str]:
-    """The kind of job for this cluster, and why."""
-    found = {(version.rpartition("/")[0], kind): version for version, kind in kubectl.kinds()}
-    order: Sequence[str] = ["pytorchjob"] if elastic else list(TRAINING_KINDS)
-    for name in order:
-        group, kind = TRAINING_KINDS[name]
-        version = found.get((group, kind))
-        if version and (name != "mpijob" or version.endswith("/v2beta1")):
-            return name, f"the cluster has {kind} in {version}"
-    wanted = " or ".join(TRAINING_KINDS[name][1] for name in order)
-    raise ValueError(f"the cluster knows no {wanted}: ask for Kubeflow's Trainer or training operator to be installed.")
 
 
 _SERVER = re.compile(r"Error from server(?: \((\w+)\))?: (.*)", re.DOTALL)

@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
+from cputrain.cluster.command_words import counts_by_torchrun
+from cputrain.cluster.containers import (
+    Container,
+    Manifest,
+    check_containers,
+    check_replicas,
+    check_restarts,
+    of_replicas,
+    replicas_of,
+    templates_of_replicas,
+)
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest import Noted
+from cputrain.cluster.kubectl import Kubectl
+from cputrain.cluster.manifest import Noted, Problem, Where, hint, mapping, warning, within
+
+API, KIND = "kubeflow.org/v1", "PyTorchJob"
+POD_LABEL = "training.kubeflow.org/job-name"
+ONE_LOG = False
+RENDERED_BESIDE: tuple[str, ...] = ()
+_BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
@@ -26,7 +46,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
             "no Master: the init container that it brings is neither restricted nor Guaranteed",
         ),
     }
-    return [{"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "metadata": pod.metadata(job), "spec": spec}]
+    return [{"apiVersion": API, "kind": KIND, "metadata": pod.metadata(job), "spec": spec}]
 
 
 def _elastic_policy(job: Job) -> Any:
@@ -59,3 +79,107 @@ def _worker(job: Job) -> dict[str, Any]:
         "restartPolicy": Noted("OnFailure", "here, not in the pod's spec, where the operator overwrites it"),
         "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
     }
+
+
+def pods_wanted(spec: dict[str, Any]) -> int:
+    least = within(spec, "elasticPolicy", "minReplicas")
+    count = least if isinstance(least, int) else within(spec, "pytorchReplicaSpecs", "Worker", "replicas")
+    return count if isinstance(count, int) else 1
+
+
+def processes_per_pod(spec: dict[str, Any]) -> Any:
+    return spec.get("nprocPerNode")
+
+
+def pods_of_rank(spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int) -> list[dict[str, Any]]:
+    """torch's rendezvous numbers machines by their addresses, compared as text, whatever the pods are called."""
+    addresses = [within(pod, "status", "podIP") for pod in pods]
+    if isinstance(spec.get("elasticPolicy"), dict) and all(addresses):
+        pods = [pod for _, pod in sorted(zip(map(str, addresses), pods, strict=True), key=lambda pair: pair[0])]
+    return pods[rank // processes :]
+
+
+def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
+    return templates_of_replicas(spec, "pytorchReplicaSpecs")
+
+
+def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
+    return of_replicas(manifest, "pytorchReplicaSpecs", "torch")
+
+
+def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
+    spec = mapping(manifest.get("spec"))
+    yield from _webhook(spec)
+    yield from _restarts_and_rendezvous(manifest, spec)
+    yield from _uncounted(spec, [each for each in containers(manifest) if each.trains])
+
+
+def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
+    replicas = mapping(spec.get("pytorchReplicaSpecs"))
+    here: Where = ("spec", "pytorchReplicaSpecs")
+    yield from check_replicas(replicas, here, {"Master", "Worker"})
+    for name, replica in replicas.items():
+        yield from check_containers(mapping(replica), (*here, name), "pytorch")
+    master = mapping(replicas.get("Master"))
+    if "Master" in replicas and master.get("replicas") != 1:
+        yield Problem((*here, "Master", "replicas"), "there must be exactly one Master: write replicas: 1")
+    if "elasticPolicy" in spec:
+        yield from _check_elastic_policy(mapping(spec.get("elasticPolicy")), replicas)
+        if within(spec, "elasticPolicy", "nProcPerNode") is not None and spec.get("nprocPerNode") is not None:
+            said = "nProcPerNode can't be used together with nprocPerNode: remove it here"
+            yield Problem(("spec", "elasticPolicy", "nProcPerNode"), said)
+    process = spec.get("nprocPerNode")
+    if isinstance(process, str) and process not in ("auto", "cpu", "gpu") and not re.fullmatch(r"[1-9]\d*", process):
+        yield Problem(("spec", "nprocPerNode"), f"nprocPerNode must be a number in quotes, found {process!r}")
+
+
+def _check_elastic_policy(policy: dict[str, Any], replicas: dict[str, Any]) -> Iterator[Problem]:
+    here: Where = ("spec", "elasticPolicy")
+    if "Worker" not in replicas:
+        yield Problem(here, "an elasticPolicy needs a Worker among pytorchReplicaSpecs: add it")
+    least, most = policy.get("minReplicas"), policy.get("maxReplicas")
+    if isinstance(least, int) and isinstance(most, int) and least > most:
+        yield Problem((*here, "minReplicas"), f"minReplicas {least} is more than maxReplicas {most}: swap them")
+    count = mapping(replicas.get("Worker")).get("replicas")
+    if isinstance(count, int) and isinstance(most, int) and count > most:
+        yield warning(
+            (*here, "maxReplicas"), f"maxReplicas {most} is less than the Worker's {count} replicas: raise it"
+        )
+    backend = policy.get("rdzvBackend")
+    if isinstance(backend, str) and backend not in _BACKENDS:
+        yield Problem((*here, "rdzvBackend"), f"torchrun knows no rendezvous backend {backend!r}: write c10d")
+    elif str(backend).startswith("etcd") and not policy.get("rdzvHost"):
+        said = f"rdzvBackend {backend} without rdzvHost looks for an etcd server in the first Worker, which has none"
+        yield Problem((*here, "rdzvBackend"), f"{said}: write c10d, or the server's name as rdzvHost")
+
+
+def _restarts_and_rendezvous(manifest: dict[str, Any], spec: dict[str, Any]) -> Iterator[Problem]:
+    here: Where = ("spec", "pytorchReplicaSpecs")
+    replicas = mapping(spec.get("pytorchReplicaSpecs"))
+    yield from check_restarts(spec, "pytorchReplicaSpecs", "a job that fails starts again for ever")
+    if "Master" in replicas:
+        yield hint(
+            (*here, "Master"),
+            "a Master makes the operator put an init container into every Worker that has no security context, so the "
+            "restricted standard refuses the pods, and limits that differ from its requests, so they are never "
+            "Guaranteed: use Workers only, with an elasticPolicy of minReplicas = maxReplicas = replicas",
+        )
+    elif replicas_of(manifest) > 1 and not isinstance(spec.get("elasticPolicy"), dict):
+        workers = replicas_of(manifest)
+        yield warning(
+            (*here, "Worker"),
+            f"{workers} Workers without an elasticPolicy are given no address to meet at: write elasticPolicy with "
+            f"rdzvBackend: c10d and minReplicas = maxReplicas = {workers}",
+        )
+
+
+def _uncounted(spec: dict[str, Any], containers: list[Container]) -> Iterator[Problem]:
+    """The operator then sets `auto`, which torchrun, and only torchrun, takes for the node's GPUs or else its CPUs."""
+    counted = within(spec, "elasticPolicy", "nProcPerNode") is not None
+    counting = [each for each in containers if counts_by_torchrun(each) and not each.ranks.has_gpus]
+    if counting and spec.get("nprocPerNode") in (None, "auto", "cpu") and not counted:
+        yield warning(
+            ("spec", "nprocPerNode") if "nprocPerNode" in spec else ("spec",),
+            "nprocPerNode is missing, and torchrun then starts one process for every CPU of the node, until memory "
+            'ends: write nprocPerNode: "1", in quotes',
+        )

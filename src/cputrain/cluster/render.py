@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from cputrain.cluster import core_objects, manifest, mpijob, pytorchjob, trainjob
+from cputrain.cluster import core_objects, kinds, manifest
 from cputrain.cluster.job import Job
-
-_KINDS = {"pytorchjob": pytorchjob.documents, "trainjob": trainjob.documents, "mpijob": mpijob.documents}
 
 
 def of_job(job: Job) -> list[dict[str, Any]]:
     """What `kubectl delete -f` may delete: the job, its runtime, its script, its token; never the volume."""
-    return [*core_objects.documents(job), *_KINDS[job.kind](job)]
+    return [*core_objects.documents(job), *kinds.JOBS[job.kind].documents(job)]
 
 
 def of_volume(job: Job) -> list[dict[str, Any]]:

@@ -81,14 +81,13 @@ def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
 def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) -> None:
     """The job, and what was rendered with it; the volume claims only `with_data`."""
     job = cluster_job.find(kubectl, name)
-    templates = cluster_job.templates(kubectl, job)
+    templates = job.templates(kubectl)
     named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
     claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
     group = str(job.value["apiVersion"]).partition("/")[0]
     kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
-    resources = "configmaps" + (",trainingruntimes.trainer.kubeflow.org" if job.kind == "TrainJob" else "")
-    kubectl.run("delete", resources, ours)
+    kubectl.run("delete", ",".join(["configmaps", *job.rendered_beside]), ours)
     say(f"deleted {job.kind} {name}")
     for resource in ("secrets", "networkpolicies.networking.k8s.io"):
         _delete_if_allowed(kubectl, resource, ours, warn)

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
+from cputrain.cluster.command_words import COUNT, counts_by_torchrun
+from cputrain.cluster.containers import NO_RANKS, Container, Manifest, Pod, Ranks, count, init_containers, named, words
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest import Noted
+from cputrain.cluster.kubectl import Kubectl
+from cputrain.cluster.manifest import Noted, Problem, Where, items, mapping, warning, within
+from cputrain.cluster.training_runtime import (
+    STEP,
+    chooses_nodes_anywhere,
+    mounts_of_node,
+    node_container,
+    nodes_of,
+    patches,
+    replicated_jobs,
+    runtime_of,
+    started_by,
+)
 
-API = "trainer.kubeflow.org/v1alpha1"
-# The operator finds the pods of the training by this label, and the container by the name `node`.
-_STEP = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+API, KIND = "trainer.kubeflow.org/v1alpha1", "TrainJob"
+POD_LABEL = "jobset.sigs.k8s.io/jobset-name"
+ONE_LOG = False
+RENDERED_BESIDE: tuple[str, ...] = ("trainingruntimes.trainer.kubeflow.org",)
+_URI = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://.+", re.DOTALL)
+# torchrun's variables that Trainer sets; it refuses a job that sets one of them itself.
+_OPERATORS = ("PET_NNODES", "PET_NPROC_PER_NODE", "PET_NODE_RANK", "PET_MASTER_ADDR", "PET_MASTER_PORT")
+# Containers of a runtime whose variables a TrainJob has a place of its own for.
+_RESERVED = {
+    "node": "trainer.env",
+    "dataset-initializer": "initializer.dataset.env",
+    "model-initializer": "initializer.model.env",
+}
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
     runtime = {"apiVersion": API, "kind": "TrainingRuntime", "metadata": pod.metadata(job), "spec": _runtime(job)}
-    return [runtime, {"apiVersion": API, "kind": "TrainJob", "metadata": pod.metadata(job), "spec": _train_job(job)}]
+    return [runtime, {"apiVersion": API, "kind": KIND, "metadata": pod.metadata(job), "spec": _train_job(job)}]
 
 
 def _runtime(job: Job) -> dict[str, Any]:
@@ -24,7 +50,9 @@ def _runtime(job: Job) -> dict[str, Any]:
     node = {
         "name": "node",
         "template": {
-            "metadata": {"labels": Noted(dict(_STEP), "the operator looks for this label and the two names `node`")},
+            "metadata": {
+                "labels": Noted({STEP: "trainer"}, "the operator looks for this label and the two names `node`")
+            },
             "spec": {"backoffLimit": 0, "template": pods},
         },
     }
@@ -55,3 +83,138 @@ def _train_job(job: Job) -> dict[str, Any]:
             "resourcesPerNode": pod.resources(job),
         },
     }
+
+
+def pods_wanted(spec: dict[str, Any]) -> int:
+    count = within(spec, "trainer", "numNodes")
+    return count if isinstance(count, int) else 1
+
+
+def processes_per_pod(spec: dict[str, Any]) -> Any:
+    return within(spec, "trainer", "numProcPerNode")
+
+
+def pods_of_rank(spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int) -> list[dict[str, Any]]:
+    return pods[rank // processes :]
+
+
+def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
+    """Those of its runtime."""
+    reference = mapping(spec.get("runtimeRef"))
+    resource = f"{str(reference.get('kind')).lower()}s.trainer.kubeflow.org"
+    runtime = kubectl.json("get", resource, str(reference.get("name")))
+    return [template for _, _, template in replicated_jobs(mapping(runtime.get("spec")))]
+
+
+def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
+    """Of the job itself: `others`, the manifests beside it, may hold its runtime."""
+    yield from _containers(manifest, runtime_of(manifest, others))
+
+
+def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
+    yield from patches(manifest, runtime_of(manifest, others))
+
+
+def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
+    yield from _webhook(mapping(manifest.get("spec")))
+    yield from _variables_of_operator(manifest, others)
+    yield from _patches(manifest)
+    runtime = runtime_of(manifest, others)
+    yield from _against_runtime(manifest, runtime) if runtime else ()
+    yield from _uncounted(manifest, others, [each for each in containers(manifest, others) if each.trains])
+
+
+def _containers(manifest: Manifest, runtime: Manifest | None) -> Iterator[Container]:
+    spec = mapping(manifest.get("spec"))
+    trainer, node = mapping(spec.get("trainer")), node_container(runtime)
+    own = trainer if trainer.get("command") else {**node, **{key: trainer[key] for key in ("args",) if key in trainer}}
+    given = mapping(trainer.get("resourcesPerNode"))
+    ranks = Ranks(
+        count(trainer.get("numProcPerNode")),
+        nodes_of(manifest, [runtime] if runtime else []),
+        given or mapping(node.get("resources")),
+        chooses_nodes_anywhere(manifest, runtime),
+        words(own),
+        started_by=started_by(manifest, [runtime] if runtime else []),
+        mounts=mounts_of_node(manifest, runtime) if runtime else None,
+    )
+    yield Container(
+        ("spec", "trainer"),
+        trainer,
+        ranks,
+        resources_key="resourcesPerNode",
+        needs_resources=not node.get("resources"),
+    )
+    for name in ("dataset", "model"):
+        initializer = mapping(within(spec, "initializer", name))
+        yield Container(("spec", "initializer", name), initializer, NO_RANKS, trains=False, needs_resources=False)
+    for part in patches(manifest):
+        for number, container in named(part.spec):
+            here = (*part.where, "containers", number)
+            yield Container(here, container, NO_RANKS, trains=False, needs_resources=False)
+        yield from init_containers(part.spec, part.where)
+
+
+def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
+    for name in ("dataset", "model"):
+        address = within(spec, "initializer", name, "storageUri")
+        if isinstance(address, str) and address and not _URI.fullmatch(address):
+            said = f"{address!r} has no scheme: write hf://{address.lstrip('/')} or s3://…"
+            yield Problem(("spec", "initializer", name, "storageUri"), said)
+
+
+def _variables_of_operator(manifest: dict[str, Any], others: Sequence[dict[str, Any]]) -> Iterator[Problem]:
+    rows = items(within(manifest, "spec", "trainer", "env"))
+    for number, row in enumerate(rows if started_by(manifest, others) == "torch" else []):
+        if mapping(row).get("name") in _OPERATORS:
+            yield Problem(("spec", "trainer", "env", number), f"{row['name']} is the operator's: leave it out")
+
+
+def _against_runtime(manifest: dict[str, Any], runtime: dict[str, Any]) -> Iterator[Problem]:
+    """A TrainJob can change only what its runtime has."""
+    jobs = [mapping(job) for job in items(within(runtime, "spec", "template", "spec", "replicatedJobs"))]
+    known = [str(job.get("name")) for job in jobs]
+    for name in ("dataset", "model"):
+        if within(manifest, "spec", "initializer", name) is not None and f"{name}-initializer" not in known:
+            said = f"the runtime has no replicated job {name}-initializer to do it: add one there, or remove this"
+            yield Problem(("spec", "initializer", name), said)
+    for number, patch in enumerate(items(within(manifest, "spec", "runtimePatches"))):
+        here: Where = ("spec", "runtimePatches", number, "trainingRuntimeSpec", "template", "spec", "replicatedJobs")
+        rows = items(within(patch, "trainingRuntimeSpec", "template", "spec", "replicatedJobs"))
+        for row, job in enumerate(rows):
+            if mapping(job).get("name") not in known:
+                said = f"the runtime has no replicated job {mapping(job).get('name')}: write {' or '.join(known)}"
+                yield Problem((*here, row, "name"), said)
+
+
+def _patches(manifest: dict[str, Any]) -> Iterator[Problem]:
+    for part in patches(manifest):
+        for number, container in named(part.spec):
+            place = _RESERVED.get(str(container.get("name")))
+            if place and container.get("env"):
+                sentence = f"the operator refuses variables of {container['name']} here: move them to {place}"
+                yield Problem((*part.where, "containers", number, "env"), sentence)
+
+
+def _uncounted(
+    manifest: dict[str, Any], others: Sequence[dict[str, Any]], containers: list[Container]
+) -> Iterator[Problem]:
+    trainer = within(manifest, "spec", "trainer")
+    if not isinstance(trainer, dict):
+        if started_by(manifest, others) == "torch":
+            said = "the operator then sets no variable at all: ranks can't find each other; write it"
+            yield warning(("spec",), f"trainer is missing, and {said}")
+        return
+    runtime = runtime_of(manifest, others)
+    policy = within(runtime, "spec", "mlPolicy", "torch", "numProcPerNode")
+    if trainer.get("numProcPerNode") is not None or (policy is not None and COUNT.fullmatch(str(policy))):
+        return
+    for container in containers:
+        ours = any(word.rsplit("/", 1)[-1] == "cputrain" for word in container.ranks.command)
+        launched = counts_by_torchrun(container) or (ours and trainer.get("resourcesPerNode"))
+        if container.ranks.started_by == "torch" and launched and not container.ranks.has_gpus:
+            yield warning(
+                ("spec", "trainer"),
+                "numProcPerNode is missing, and the operator then asks for one process for every CPU: write "
+                "numProcPerNode: 1",
+            )

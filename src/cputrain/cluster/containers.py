@@ -1,0 +1,234 @@
+"""Containers and pods of a job as checks see them, and the replica specs in which PyTorchJob and MPIJob keep them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, within
+
+Manifest = dict[str, Any]
+_RESTART = ("Always", "OnFailure", "Never", "ExitCode")
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """What a job says about its ranks, in whatever place: None and empty where it says nothing."""
+
+    processes: int | None
+    pods: int
+    resources: dict[str, Any]
+    nodes_are_chosen: bool
+    command: Sequence[str] = ()
+    # With a Master the operator tells each pod its RANK, and a script of one process needs no launcher.
+    rank_is_told: bool = False
+    # torch, mpi, flux, jax, xgboost, or "" for a runtime that leaves the ranks alone.
+    started_by: str = "torch"
+    # The least and the most pods of an elastic job; None where the number is fixed.
+    elastic: tuple[int, int] | None = None
+    # Which volume is mounted where; None if that stands in a runtime that isn't here.
+    mounts: Mapping[str, dict[str, Any]] | None = None
+
+    @property
+    def has_gpus(self) -> bool:
+        amounts = [mapping(self.resources.get(side)) for side in ("limits", "requests")]
+        return any(re.search(r"gpu|tpu|gaudi|neuron", str(name)) for side in amounts for name in side)
+
+
+@dataclass(frozen=True)
+class Container:
+    """One container: `where` it stands, its `value`, whether the ranks run or are started in it, and how."""
+
+    where: Where
+    value: dict[str, Any]
+    ranks: Ranks
+    trains: bool = True
+    resources_key: str = "resources"
+    needs_resources: bool = True
+
+    @property
+    def resources(self) -> dict[str, Any]:
+        return mapping(self.value.get(self.resources_key))
+
+
+@dataclass(frozen=True)
+class Pod:
+    """One pod's specification, or a part of it that is laid over a runtime's."""
+
+    where: Where
+    spec: dict[str, Any]
+    trains: bool = True
+    is_part: bool = False
+    mounted_elsewhere: frozenset[str] = frozenset()
+    # Names of volumes that other parts of the job bring; None if those can't be seen.
+    volumes_elsewhere: frozenset[str] | None = frozenset()
+    # The words that start the ranks, and who starts them.
+    command: Sequence[str] = ()
+    started_by: str = "torch"
+    # What a TrainJob gives its training in place of the runtime's.
+    resources: Mapping[str, Any] = field(default_factory=dict)
+
+
+NO_RANKS = Ranks(None, 1, {}, True)
+
+
+def named(spec: dict[str, Any], key: str = "containers") -> Iterator[tuple[int, dict[str, Any]]]:
+    """The containers of a pod, with their numbers."""
+    for number, container in enumerate(items(spec.get(key))):
+        if isinstance(container, dict):
+            yield number, container
+
+
+def words(container: dict[str, Any]) -> list[str]:
+    return [word for key in ("command", "args") for word in items(container.get(key)) if isinstance(word, str)]
+
+
+def main_container(pod: dict[str, Any]) -> dict[str, Any]:
+    """The container in which ranks run or are started."""
+    return next((container for number, container in named(pod) if _is_main(pod, number)), {})
+
+
+def _is_main(pod: dict[str, Any], number: int) -> bool:
+    """The operators train in the container that they know by name, and else in the first."""
+    known = [place for place, container in named(pod) if container.get("name") == "pytorch"]
+    return number == (known[0] if known else 0)
+
+
+def chooses_nodes(pod: dict[str, Any]) -> bool:
+    return bool(pod.get("nodeSelector") or pod.get("affinity"))
+
+
+def volume_names(*specs: dict[str, Any]) -> frozenset[str]:
+    return frozenset(str(mapping(volume).get("name")) for spec in specs for volume in items(spec.get("volumes")))
+
+
+def mounted(container: dict[str, Any], *specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The volume at each path of a container; `specs` are the pods or parts of pods that may declare it."""
+    volumes = {str(mapping(row).get("name")): mapping(row) for spec in specs for row in items(spec.get("volumes"))}
+    mounts = map(mapping, items(container.get("volumeMounts")))
+    return {str(mount.get("mountPath")): volumes.get(str(mount.get("name")), {}) for mount in mounts}
+
+
+def mount_paths(pod: dict[str, Any]) -> Iterator[str]:
+    for _, container in named(pod):
+        for mount in items(container.get("volumeMounts")):
+            yield str(mapping(mount).get("mountPath"))
+
+
+def init_containers(pod: dict[str, Any], where: Where) -> Iterator[Container]:
+    """Init containers: nothing trains in them, but a token may stand there."""
+    for number, container in named(pod, "initContainers"):
+        yield Container((*where, "initContainers", number), container, NO_RANKS, trains=False, needs_resources=False)
+
+
+def count(value: Any) -> int | None:
+    if isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"\d{1,6}", value, re.ASCII)):
+        return int(value)
+    return None
+
+
+def of_replicas(manifest: Manifest, key: str, started_by: str) -> Iterator[Container]:
+    """The containers of a PyTorchJob or an MPIJob, which keep their pods in replica specs."""
+    spec = mapping(manifest.get("spec"))
+    processes = count(spec.get("nprocPerNode")) or count(within(spec, "elasticPolicy", "nProcPerNode"))
+    processes = processes or count(spec.get("slotsPerWorker"))
+    worker = mapping(within(spec, key, "Worker", "template", "spec"))
+    told = "Master" in mapping(spec.get(key))
+    for name, replica in mapping(spec.get(key)).items():
+        here, pod = ("spec", key, name, "template", "spec"), mapping(within(replica, "template", "spec"))
+        # The Launcher's command and variables are for the ranks, which run in the Workers.
+        ranks_pod = worker if name == "Launcher" else pod
+        for number, container in named(pod):
+            holder = main_container(worker) if name == "Launcher" else container
+            ranks = Ranks(
+                processes,
+                replicas_of(manifest),
+                mapping(holder.get("resources")),
+                chooses_nodes(ranks_pod),
+                words(container),
+                told,
+                started_by,
+                _elastic(spec),
+                mounted(holder, ranks_pod),
+            )
+            yield Container((*here, "containers", number), container, ranks, _is_main(pod, number))
+        yield from init_containers(pod, here)
+
+
+def pods_of_replicas(manifest: Manifest) -> Iterator[Pod]:
+    starter = {"PyTorchJob": "torch", "MPIJob": "mpi"}.get(str(manifest.get("kind")), "")
+    for key in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
+        replicas = mapping(within(manifest, "spec", key))
+        for name, replica in replicas.items():
+            pod = mapping(within(replica, "template", "spec"))
+            starting = within(replicas, "Launcher", "template", "spec") if key == "mpiReplicaSpecs" else pod
+            yield Pod(
+                ("spec", key, name, "template", "spec"), pod, trains=name != "Launcher",
+                command=words(main_container(mapping(starting))), started_by=starter,
+            )  # fmt: skip
+
+
+def templates_of_replicas(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
+    return [mapping(mapping(replica).get("template")) for replica in mapping(spec.get(key)).values()]
+
+
+def replicas_of(manifest: Manifest) -> int:
+    """How many pods train; an MPIJob's Launcher doesn't."""
+    counts = []
+    for key in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
+        rows = mapping(within(manifest, "spec", key)).items()
+        counts += [mapping(replica).get("replicas", 1) for name, replica in rows if name != "Launcher"]
+    return sum(count for count in counts if isinstance(count, int))
+
+
+def _elastic(spec: dict[str, Any]) -> tuple[int, int] | None:
+    policy = mapping(spec.get("elasticPolicy"))
+    least, most = policy.get("minReplicas"), policy.get("maxReplicas")
+    return (least, most) if type(least) is int and type(most) is int and 1 <= least <= most else None
+
+
+def check_replicas(replicas: dict[str, Any], where: Where, known: set[str]) -> Iterator[Problem]:
+    for name, replica in replicas.items():
+        if name not in known:
+            near = next((key for key in known if key.lower() == name.lower()), None)
+            remedy = f"write {near}" if near else f"the operator knows {' and '.join(sorted(known))}"
+            yield Problem((*where, name), f"{name} is no kind of replica: {remedy}")
+        policy, count = mapping(replica).get("restartPolicy"), mapping(replica).get("replicas")
+        if isinstance(policy, str) and policy not in _RESTART:
+            yield Problem(
+                (*where, name, "restartPolicy"), f"restartPolicy must be one of {', '.join(_RESTART)}, found {policy}"
+            )
+        if isinstance(count, int) and count < 1:
+            yield Problem((*where, name, "replicas"), f"replicas must be at least 1, found {count}: write 1")
+
+
+def check_containers(replica: dict[str, Any], where: Where, name: str | None) -> Iterator[Problem]:
+    here: Where = (*where, "template", "spec", "containers")
+    containers = items(within(replica, "template", "spec", "containers"))
+    if not containers:
+        yield Problem(where, "there is no container: write template.spec.containers")
+    elif name and name not in [mapping(container).get("name") for container in containers]:
+        yield Problem((*here, 0, "name"), f"the operator looks for a container called {name}: rename this one")
+    for number, container in enumerate(containers):
+        if not mapping(container).get("image"):
+            yield Problem((*here, number), "the container has no image: write one")
+
+
+def check_restarts(spec: dict[str, Any], key: str, often: str) -> Iterator[Problem]:
+    replicas = mapping(spec.get(key))
+    for name, replica in replicas.items():
+        if "restartPolicy" in mapping(within(replica, "template", "spec")):
+            used = mapping(replica).get("restartPolicy") or ("OnFailure" if key == "pytorchReplicaSpecs" else "Never")
+            yield hint(
+                ("spec", key, name, "template", "spec", "restartPolicy"),
+                f"restartPolicy of the pod is overwritten by that of the replica ({used}): remove it here, and write "
+                "what is meant beside replicas",
+            )
+    never = bool(replicas) and all(mapping(replica).get("restartPolicy") == "Never" for replica in replicas.values())
+    # A Job makes new pods in place of those that failed, whatever the policy of the pod.
+    forever = not never or key == "mpiReplicaSpecs"
+    if within(spec, "runPolicy", "backoffLimit") is None and forever:
+        where: Where = ("spec", "runPolicy") if "runPolicy" in spec else ("spec",)
+        yield hint(where, f"backoffLimit is missing, so {often}: write runPolicy: {{backoffLimit: 3}}")
