@@ -225,12 +225,12 @@ def status(
     """Show a job's pods, and in words why they don't train. With --watch the exit code is 1 if the job fails."""
     from rich.console import Console
 
-    from cputrain.cluster import status as states
+    from cputrain.cluster import cluster_job
 
     kubectl = _kubectl(context, namespace)
     if watch:
         raise typer.Exit(_follow(kubectl, name))
-    Console().print(states.table(states.read(kubectl, name)))
+    Console().print(cluster_job.status_table(cluster_job.status_of(kubectl, name)))
 
 
 @command(app, LOGS_EXAMPLES)
@@ -320,14 +320,14 @@ def _follow(kubectl: Any, name: str) -> int:
     from rich.console import Console
     from rich.live import Live
 
-    from cputrain.cluster import status as states
+    from cputrain.cluster import cluster_job
     from cputrain.cluster.kubectl import Refused
 
     console, failures = Console(), 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                found = states.read(kubectl, name)
+                found = cluster_job.status_of(kubectl, name)
                 failures = 0
             except Refused as refusal:
                 failures += 1
@@ -335,7 +335,7 @@ def _follow(kubectl: Any, name: str) -> int:
                     raise
                 time.sleep(_PAUSE)
                 continue
-            live.update(states.table(found), refresh=True)
+            live.update(cluster_job.status_table(found), refresh=True)
             if found.job.is_over:
                 return 0 if found.job.state == "Succeeded" else 1
             time.sleep(_PAUSE)
