@@ -53,10 +53,10 @@ MAY_IMPORT = {
         "secrets_in_clear",
         "user_folders",
     ],
-    "cluster": ["text_files", "authentication", "secrets_in_clear"],
+    "cluster": ["launch"],
     "integrations": ["api", "distributed"],
     "compat": ["integrations"],
-    "cli": ["launch", "cluster", "integrations"],
+    "cli": ["cluster", "integrations"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [

@@ -16,14 +16,13 @@ from cputrain.cluster.manifest import (
     Document,
     Problem,
     Where,
-    YamlError,
     items,
     mapping,
     warning,
     within,
 )
 from cputrain.cluster.training_runtime import runtime_of
-from cputrain.text_files import quoted
+from cputrain.text_files import YamlError, quoted
 
 # What the operators' custom resource definitions are called.
 DEFINITIONS = (

@@ -162,22 +162,11 @@ def show_log(command: list[str], rank: int, say: Callable[[str], None]) -> int:
 
 
 @dataclass(frozen=True)
-class Row:
-    """One pod."""
-
-    name: str
-    phase: str
-    restarts: int
-    node: str
-    trouble: str
-
-
-@dataclass(frozen=True)
 class Status:
     """A job at one moment."""
 
     job: ClusterJob
-    rows: list[Row]
+    rows: list[tuple[str, ...]]  # of each pod: name, phase, restarts, node, trouble
     notes: list[str]
 
 
@@ -198,16 +187,11 @@ def _claim_of(kubectl: Kubectl, name: str) -> dict[str, Any]:
         raise
 
 
-def _row(pod: dict[str, Any]) -> Row:
+def _row(pod: dict[str, Any]) -> tuple[str, ...]:
     status = mapping(pod.get("status"))
     restarts = sum(int(mapping(row).get("restartCount") or 0) for row in items(status.get("containerStatuses")))
-    return Row(
-        name=pod["metadata"]["name"],
-        phase=str(status.get("phase") or "Pending"),
-        restarts=restarts,
-        node=str(mapping(pod.get("spec")).get("nodeName") or "–"),
-        trouble=trouble_of_pod(pod),
-    )
+    node = str(mapping(pod.get("spec")).get("nodeName") or "–")
+    return pod["metadata"]["name"], str(status.get("phase") or "Pending"), str(restarts), node, trouble_of_pod(pod)
 
 
 def status_table(status: Status) -> Group:
@@ -218,7 +202,7 @@ def status_table(status: Status) -> Group:
     made = Table("pod", "phase", "restarts", "node", "what is wrong", title=f"{status.job.kind} {status.job.name}")
     for row in status.rows:
         # Text, not markup: what a cluster says may hold brackets.
-        made.add_row(*map(Text, (row.name, row.phase, str(row.restarts), row.node, row.trouble)))
+        made.add_row(*map(Text, row))
     colour = {"Succeeded": "green", "Failed": "red"}.get(status.job.state, "yellow")
     lines = [Text(f"state: {status.job.state}", style=colour), *map(Text, _conditions(status.job))]
     lines += [Text(f"! {note}") for note in status.notes]

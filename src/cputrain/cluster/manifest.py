@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
 
+from cputrain.text_files import YamlError, yaml_errors
+
 _MOST_VALUES = 200_000  # a few lines of aliases can mean billions
 
 # As kubectl's YAML library resolves plain scalars: YAML 1.1, without its base 60.
@@ -16,14 +18,6 @@ _FALSE = {"n", "N", "no", "No", "NO", "off", "Off", "OFF", "false", "False", "FA
 _NULL = {"", "~", "null", "Null", "NULL"}
 _WHOLE = re.compile(r"[-+]?(?:0b_*[01][01_]*|0o?_*[0-7][0-7_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0|[1-9][0-9_]{0,300})")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
-
-
-class YamlError(ValueError):
-    """What isn't YAML, and where."""
-
-    def __init__(self, line: int, sentence: str) -> None:
-        super().__init__(sentence)
-        self.line = line
 
 
 @dataclass(frozen=True)
@@ -47,24 +41,14 @@ class Document:
 def parse(text: str) -> list[Document]:
     """All documents, with the items of a List for the List; empty ones are skipped, as kubectl does."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
     documents = []
-    try:
+    with yaml_errors(text, _remedy):
         for node in YAML(typ="safe", pure=True).compose_all(StringIO(text)):
             reader = _Reader()
             value = reader.value(node, ())
             if value is not None:
                 documents += _items_of_list(Document(value, reader.lines, reader.spelt))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = mark.line + 1 if mark else 1
-        raise YamlError(line, f"{error.problem or error.context}{_remedy(text, line)}") from None
-    except YAMLError as error:  # a character that YAML doesn't allow
-        line = text[: getattr(error, "position", 0)].count("\n") + 1
-        raise YamlError(line, str(getattr(error, "reason", "not YAML"))) from None
-    except RecursionError:
-        raise YamlError(1, "it is nested too deeply") from None
     return documents
 
 

@@ -8,34 +8,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import re
 import shutil
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
+from cputrain.launch import hostfile
+from cputrain.launch.hostfile import Host
 
 HOSTFILE = "/etc/mpi/hostfile"
-_LINE = re.compile(r"([A-Za-z0-9][A-Za-z0-9.-]*)(?:\s+slots=(\d+)|:(\d+))?")
 # What programs on the workers need to be found, where the image sets it.
 _IMAGES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "I_MPI_ROOT")
 # Intel MPI as pip installs it, beside this Python. Its mpirun is a script that takes any mpiexec.hydra of the PATH.
 _INTEL = Path(sys.prefix, "bin", "mpiexec.hydra")
-
-
-def hosts(text: str) -> list[tuple[str, int]]:
-    """The operator's hostfile: `name slots=2` for Open MPI, `name:2` for the others."""
-    found = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        if line.strip():
-            match = _LINE.fullmatch(line.strip())
-            if not match:
-                raise ValueError(f"the hostfile's line {number} is not a host: {line!r}.")
-            found.append((match[1], int(match[2] or match[3] or 1)))
-    if not found:
-        raise ValueError("the hostfile names no host: has the job any Worker?")
-    return found
 
 
 def ssh_configuration(folder: str, known_hosts: str) -> str:
@@ -45,17 +31,15 @@ def ssh_configuration(folder: str, known_hosts: str) -> str:
     )
 
 
-def mpirun(
-    mpi: str, hostfile: str, workers: list[tuple[str, int]], forward: list[str], command: list[str]
-) -> list[str]:
+def mpirun(mpi: str, path: str, workers: list[Host], forward: list[str], command: list[str]) -> list[str]:
     # Debian names them so that both can be installed.
     program = (str(_INTEL) if mpi == "intel" and _INTEL.exists() else shutil.which(f"mpirun.{mpi}")) or "mpirun"
-    ranks, slots = str(sum(slots for _, slots in workers)), str(workers[0][1])
+    ranks, slots = str(sum(host.slots or 1 for host in workers)), str(workers[0].slots or 1)
     if mpi == "openmpi":
         # Open MPI binds each of one or two ranks to a single core by itself; `cputrain launch` places them better.
-        start = [program, "--hostfile", hostfile, "-np", ranks, "--bind-to", "none"]
+        start = [program, "--hostfile", path, "-np", ranks, "--bind-to", "none"]
         return [*start, *(word for name in forward for word in ("-x", name)), *command]
-    start = [program, "-f", hostfile, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
+    start = [program, "-f", path, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
     return [*start, *(["-bootstrap", "ssh"] if mpi == "intel" else ["-bind-to", "none"]), *command]
 
 
@@ -88,13 +72,13 @@ def main(words: list[str]) -> None:
     parser.add_argument("--ssh-folder", default=SSH_FOLDER)
     parser.add_argument("command", nargs="+")
     chosen = parser.parse_args(words)
-    workers = hosts(Path(chosen.hostfile).read_text())
+    workers = hostfile.read(chosen.hostfile)
     home = Path(os.environ["HOME"])
     # Every worker's sshd shows the job's own key, so one line knows them all and nothing is taken on trust.
     key = Path(chosen.ssh_folder, "id_rsa.pub").read_text()
     (home / "known_hosts").write_text(f"* {key}")
     (home / "ssh_config").write_text(ssh_configuration(chosen.ssh_folder, str(home / "known_hosts")))
-    environ = environment(chosen.mpi, os.environ, str(home / "ssh_config"), workers[0][0])
+    environ = environment(chosen.mpi, os.environ, str(home / "ssh_config"), workers[0].name)
     wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
     forward = [name for name in dict.fromkeys(wanted) if name in environ]
     command = mpirun(chosen.mpi, chosen.hostfile, workers, forward, chosen.command)

@@ -179,19 +179,9 @@ def of_operators() -> Schemas:
 
 # Words of a schema that say what is valid; the rest is documentation, or for the API server's merging.
 KEPT = (
-    "type",
-    "required",
-    "enum",
-    "pattern",
-    "minimum",
-    "maximum",
-    "minLength",
-    "maxLength",
-    "minItems",
-    "maxItems",
-    "minProperties",
-    "nullable",
-)
+    "type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "minProperties", "nullable",
+)  # fmt: skip
 _EXTENSIONS = {
     "x-kubernetes-int-or-string": "intOrString",
     "x-kubernetes-preserve-unknown-fields": "anyFields",

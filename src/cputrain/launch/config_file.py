@@ -134,20 +134,13 @@ def to_text(values: Mapping[str, object]) -> str:
 def _composed(text: str, path: str) -> MappingNode:
     """The file's nodes, which know their lines. Nothing is constructed from tags."""
     from ruamel.yaml import YAML
-    from ruamel.yaml.error import MarkedYAMLError, YAMLError
     from ruamel.yaml.nodes import MappingNode
 
     try:
-        root = YAML(typ="safe", pure=True).compose(StringIO(text))
-    except MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        said = text_files.quoted(str(error.problem or error.context))
-        raise ValueError(f"{path}, line {mark.line + 1 if mark else 1}: {said}.") from None
-    except YAMLError as error:  # a character that YAML doesn't allow
-        line = text[: getattr(error, "position", 0)].count("\n") + 1
-        raise ValueError(f"{path}, line {line}: {getattr(error, 'reason', 'not YAML')}.") from None
-    except RecursionError:
-        raise ValueError(f"{path}, line 1: it is nested too deeply.") from None
+        with text_files.yaml_errors(text):
+            root = YAML(typ="safe", pure=True).compose(StringIO(text))
+    except text_files.YamlError as error:
+        raise ValueError(f"{path}, line {error.line}: {text_files.quoted(str(error))}.") from None
     if not isinstance(root, MappingNode):
         raise ValueError(f"{path}, line 1: a configuration is a list of `key: value` lines, found none.")
     return root
