@@ -72,21 +72,23 @@ def findings(text: str, schemas: schema.Schemas | None = None) -> list[Finding]:
 def of_files(texts: Mapping[str, str], schemas: schema.Schemas | None = None) -> dict[str, list[Finding]]:
     """The findings of each file. Files are seen together: a job's claim or runtime may stand in another one."""
     known = schemas or schema.of_operators()
-    found: dict[str, list[Finding]] = {name: [] for name in texts}
-    files: dict[str, list[Document]] = {}
-    for name, text in texts.items():
-        try:
-            files[name] = manifest.parse(text)
-        except YamlError as error:
-            found[name].append(Finding(error.line, "", f"this is not YAML: {error}"))
-        else:
-            if not files[name]:
-                found[name].append(Finding(1, "", "the file holds no Kubernetes object: was the right one given?"))
-    values = [mapping(document.value) for documents in files.values() for document in documents]
-    for name, documents in files.items():
-        found[name] += [finding for document in documents for finding in _of_document(document, known, values)]
-        found[name] += _of_claims(documents, values)
-    return {name: sorted({_printable(row) for row in rows}) for name, rows in found.items()}
+    read = {name: _read(text) for name, text in texts.items()}
+    values = [mapping(document.value) for documents, _ in read.values() for document in documents]
+    found: dict[str, list[Finding]] = {}
+    for name, (documents, unread) in read.items():
+        rows = [finding for document in documents for finding in _of_document(document, known, values)]
+        found[name] = sorted(set(map(_printable, [*unread, *rows, *_of_claims(documents, values)])))
+    return found
+
+
+def _read(text: str) -> tuple[list[Document], list[Finding]]:
+    """The documents of a file; a finding if it has none."""
+    try:
+        documents = manifest.parse(text)
+    except YamlError as error:
+        return [], [Finding(error.line, "", f"this is not YAML: {error}")]
+    empty = Finding(1, "", "the file holds no Kubernetes object: was the right one given?")
+    return documents, [] if documents else [empty]
 
 
 def _printable(finding: Finding) -> Finding:
@@ -94,12 +96,8 @@ def _printable(finding: Finding) -> Finding:
 
 
 def unknown_kinds(text: str) -> list[Unknown]:
-    try:
-        documents = manifest.parse(text)
-    except YamlError:
-        return []
-    kinds = [(document.line(("kind",)), mapping(document.value).get("kind")) for document in documents]
-    return [Unknown(line, kind) for line, kind in kinds if isinstance(kind, str) and kind not in _kinds()]
+    found = [(document.line(("kind",)), mapping(document.value).get("kind")) for document in _read(text)[0]]
+    return [Unknown(line, kind) for line, kind in found if isinstance(kind, str) and kind not in _kinds()]
 
 
 def _kinds() -> list[str]:
@@ -114,8 +112,8 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
         yield Finding(document.line(()), "", said)
         return
     known = schemas.problems(value, document.spelt)
-    if known is None and value["kind"] in {name.rpartition("/")[2] for name in schemas.kinds}:
-        versions = [name for name in schemas.kinds if name.endswith(f"/{value['kind']}")]
+    versions = [name for name in schemas.kinds if name.rpartition("/")[2] == value["kind"]]
+    if known is None and versions:
         wanted = " or ".join(name.rpartition("/")[0] for name in versions)
         said = f"{value['kind']} is served as {wanted}, found {value['apiVersion']}: write that"
         yield Finding(document.line(("apiVersion",)), "apiVersion", said)
@@ -129,16 +127,15 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
 def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
     """What only shows when a claim and the jobs that mount it are seen together."""
     jobs = [value for value in values if value.get("kind") in kinds.NAMES]
-    here = [mapping(document.value).get("kind") for document in documents]
-    for document in documents:
+    has_job = any(mapping(document.value).get("kind") in kinds.NAMES for document in documents)
+    claims = [each for each in documents if mapping(each.value).get("kind") == "PersistentVolumeClaim"]
+    for document in claims:
         value = mapping(document.value)
-        if value.get("kind") != "PersistentVolumeClaim":
-            continue
-        if any(kind in kinds.NAMES for kind in here):
+        if has_job:
             sentence = "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
             yield Finding(document.line(("kind",)), "kind", sentence, WARNING)
-        name = within(value, "metadata", "name")
-        users = [job for job in jobs if str(name) in _claims_of(job, values)]
+        name = str(within(value, "metadata", "name"))
+        users = [job for job in jobs if name in _claims_of(job, values)]
         several = any(kinds.pods_of(job, values) > 1 for job in users)
         if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
             sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
@@ -183,11 +180,11 @@ def _references(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[tupl
                 if isinstance(name, str):
                     yield (*pod.where, "volumes", number, key, field), kind, name
     for container in kinds.containers(manifest, others):
-        for number, variable in enumerate(items(container.value.get("env"))):
+        for where, row in container.variables:
             for key, kind in _VARIABLES.items():
-                name = within(variable, "valueFrom", key, "name")
+                name = within(row, "valueFrom", key, "name")
                 if isinstance(name, str):
-                    yield (*container.where, "env", number, "valueFrom", key, "name"), kind, name
+                    yield (*where, "valueFrom", key, "name"), kind, name
     reference = mapping(within(manifest, "spec", "runtimeRef"))
     if reference.get("kind") == "TrainingRuntime" and isinstance(reference.get("name"), str):
         yield ("spec", "runtimeRef", "name"), "TrainingRuntime", reference["name"]

@@ -20,7 +20,7 @@ from cputrain.cluster.command_words import (
     words,
 )
 from cputrain.cluster.containers import Container
-from cputrain.cluster.manifest import Problem, Where, items, mapping, warning
+from cputrain.cluster.manifest import Problem, Where, warning
 
 _FEATURE = "feature.node.kubernetes.io/cpu-cpuid.AMXBF16"
 _LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -74,18 +74,13 @@ def _alone(container: Container, command: list[Word]) -> Iterator[Problem]:
     # Code within the manifest may read its number itself.
     told = container.ranks.rank_is_told or any("PET_" in word.text for word in command)
     if lonely and not started and not in_runtime and not told:
-        yield warning(
-            place(container, lonely),
-            f"{lonely.name} starts one process that trains alone in every pod: start it with cputrain launch",
-        )
+        said = f"{lonely.name} starts one process that trains alone in every pod: start it with cputrain launch"
+        yield warning(place(container, lonely), said)
     if any(word.name in TORCHRUN for word in started):
         yield from _torchrun_alone(container, command)
     if started and started[0].name.startswith("accelerate") and not option(command, "--num_machines", "--config_file"):
-        yield warning(
-            place(container, started[0]),
-            "accelerate launch reads nothing of what the operator says, so every pod trains alone: start the script "
-            "with cputrain launch",
-        )
+        said = "accelerate launch reads nothing of what the operator says, so every pod trains alone"
+        yield warning(place(container, started[0]), f"{said}: start the script with cputrain launch")
     yield from _own_address(container)
 
 
@@ -111,11 +106,9 @@ def _torchrun_alone(container: Container, command: list[Word]) -> Iterator[Probl
 
 
 def _own_address(container: Container) -> Iterator[Problem]:
-    for row, variable in enumerate(items(container.value.get("env"))):
-        name, value = mapping(variable).get("name"), mapping(variable).get("value")
-        if name == "MASTER_ADDR" and value in _LOCAL:
-            said = f"MASTER_ADDR is {value}, so every pod meets only itself: remove it"
-            yield warning((*container.where, "env", row), said)
+    for where, row in container.variables:
+        if row.get("name") == "MASTER_ADDR" and row.get("value") in _LOCAL:
+            yield warning(where, f"MASTER_ADDR is {row['value']}, so every pod meets only itself: remove it")
 
 
 def _launcher(container: Container, command: list[Word]) -> Iterator[Problem]:
@@ -136,9 +129,9 @@ def _bf16(container: Container, command: list[Word]) -> Iterator[Problem]:
     if is_ours(container) or container.ranks.nodes_are_chosen or container.ranks.has_gpus:
         return
     asked = [(word.text, place(container, word)) for word in _asking_for_bf16(command)]
-    for row, variable in enumerate(items(container.value.get("env"))):
-        if mapping(variable).get("name") == "ACCELERATE_MIXED_PRECISION" and mapping(variable).get("value") == "bf16":
-            asked.append(("ACCELERATE_MIXED_PRECISION=bf16", (*container.where, "env", row)))
+    for where, row in container.variables:
+        if row.get("name") == "ACCELERATE_MIXED_PRECISION" and row.get("value") == "bf16":
+            asked.append(("ACCELERATE_MIXED_PRECISION=bf16", where))
     for text, where in asked:
         yield warning(
             where,
@@ -233,8 +226,5 @@ def _launch(container: Container, least: int, most: int) -> Iterator[Problem]:
         if not here * least <= size <= here * most:
             pods = str(most) if least == most else f"{least} to {most}"
             total = str(here * most) if least == most else f"{here * least} to {here * most}"
-            yield Problem(
-                place(container, asked[1]),
-                f"launch {asked[1].text.partition('=')[0]} {size} is the number of processes in all, and {pods} pods "
-                f"of {here} are {total}: leave it out",
-            )
+            said = f"launch {asked[1].text.partition('=')[0]} {size} is the number of processes in all"
+            yield Problem(place(container, asked[1]), f"{said}, and {pods} pods of {here} are {total}: leave it out")

@@ -35,13 +35,9 @@ def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) ->
     for container in kinds.containers(manifest, others):
         if container.resources or container.needs_resources:
             yield from _resources(container)
-        yield from _memory(container)
-        yield from _threads(container)
-        yield from _variables(container)
+        for rule in (_memory, _threads, _variables, _image, check_command.problems, _output_folder):
+            yield from rule(container)
         yield from _out_of_reach(container) if by_ssh else ()
-        yield from _image(container)
-        yield from check_command.problems(container)
-        yield from _output_folder(container)
     for pod in kinds.pods(manifest, others):
         yield from _volume_mounts(pod)
         yield from _shared_memory(pod)
@@ -49,10 +45,10 @@ def problems(manifest: dict[str, Any], others: Sequence[dict[str, Any]] = ()) ->
 
 def _rows(container: Container) -> Iterator[tuple[Where, str, str]]:
     """The variables of a container whose values stand in the manifest."""
-    for number, row in enumerate(items(container.value.get("env"))):
-        name, value = mapping(row).get("name"), mapping(row).get("value")
+    for where, row in container.variables:
+        name, value = row.get("name"), row.get("value")
         if isinstance(name, str) and isinstance(value, str):
-            yield (*container.where, "env", number), name, value
+            yield where, name, value
 
 
 def _resources(container: Container) -> Iterator[Problem]:
@@ -66,10 +62,8 @@ def _resources(container: Container) -> Iterator[Problem]:
     for name in ("cpu", "memory"):
         limit, request = limits.get(name), requests.get(name)
         if limit is not None and request is not None and quantity.found(limit) != quantity.found(request):
-            yield hint(
-                (*where, "requests", name),
-                f"{name} has limit {limit} and request {request}, so the pod isn't Guaranteed: make them equal",
-            )
+            said = f"{name} has limit {limit} and request {request}, so the pod isn't Guaranteed: make them equal"
+            yield hint((*where, "requests", name), said)
     amount = quantity.found(limits.get("cpu"))
     if amount is not None and amount.denominator != 1:
         said = f"cpu {limits['cpu']} is no whole number, and only whole CPUs are pinned: round it"

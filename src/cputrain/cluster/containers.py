@@ -52,6 +52,12 @@ class Container:
     def resources(self) -> dict[str, Any]:
         return mapping(self.value.get(self.resources_key))
 
+    @property
+    def variables(self) -> list[tuple[Where, dict[str, Any]]]:
+        """The place of each entry of `env`, and the entry."""
+        rows = enumerate(items(self.value.get("env")))
+        return [((*self.where, "env", number), mapping(row)) for number, row in rows]
+
 
 @dataclass(frozen=True)
 class Pod:
@@ -71,7 +77,7 @@ class Pod:
     resources: Mapping[str, Any] = field(default_factory=dict)
 
 
-NO_RANKS = Ranks(None, 1, {}, True)
+_NO_RANKS = Ranks(None, 1, {}, True)
 
 
 def named(spec: dict[str, Any], key: str = "containers") -> Iterator[tuple[int, dict[str, Any]]]:
@@ -117,16 +123,19 @@ def mount_paths(pod: dict[str, Any]) -> Iterator[str]:
             yield str(mapping(mount).get("mountPath"))
 
 
+def idle(where: Where, value: dict[str, Any]) -> Container:
+    """A container in which nothing trains, but a token may stand in it."""
+    return Container(where, value, _NO_RANKS, trains=False, needs_resources=False)
+
+
 def init_containers(pod: dict[str, Any], where: Where) -> Iterator[Container]:
-    """Init containers: nothing trains in them, but a token may stand there."""
     for number, container in named(pod, "initContainers"):
-        yield Container((*where, "initContainers", number), container, NO_RANKS, trains=False, needs_resources=False)
+        yield idle((*where, "initContainers", number), container)
 
 
 def count(value: Any) -> int | None:
-    if isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"\d{1,6}", value, re.ASCII)):
-        return int(value)
-    return None
+    is_count = isinstance(value, int) or (isinstance(value, str) and re.fullmatch(r"\d{1,6}", value, re.ASCII))
+    return int(value) if is_count else None
 
 
 def of_replicas(manifest: Manifest, key: str, started_by: str) -> Iterator[Container]:
@@ -139,20 +148,13 @@ def of_replicas(manifest: Manifest, key: str, started_by: str) -> Iterator[Conta
     for name, replica in mapping(spec.get(key)).items():
         here, pod = ("spec", key, name, "template", "spec"), mapping(within(replica, "template", "spec"))
         # The Launcher's command and variables are for the ranks, which run in the Workers.
-        ranks_pod = worker if name == "Launcher" else pod
+        place = worker if name == "Launcher" else pod
         for number, container in named(pod):
             holder = main_container(worker) if name == "Launcher" else container
             ranks = Ranks(
-                processes,
-                replicas_of(manifest),
-                mapping(holder.get("resources")),
-                chooses_nodes(ranks_pod),
-                words(container),
-                told,
-                started_by,
-                _elastic(spec),
-                mounted(holder, ranks_pod),
-            )
+                processes, replicas_of(manifest), mapping(holder.get("resources")), chooses_nodes(place),
+                words(container), told, started_by, _elastic(spec), mounted(holder, place),
+            )  # fmt: skip
             yield Container((*here, "containers", number), container, ranks, _is_main(pod, number))
         yield from init_containers(pod, here)
 

@@ -26,6 +26,7 @@ _SECONDS = 3600  # the reader ends by itself, should no process be left to delet
 def reader(name: str, claim: str, trained: dict[str, Any]) -> dict[str, Any]:
     """A pod that sleeps beside the volume, and may do nothing else: as the user and where the job's own pods run."""
     user = mapping(trained.get("securityContext")).get("runAsUser") or 1000
+    profile = {"type": "RuntimeDefault"}
     container = {
         "name": "reader",
         "image": trained["containers"][0]["image"],
@@ -39,20 +40,12 @@ def reader(name: str, claim: str, trained: dict[str, Any]) -> dict[str, Any]:
         "restartPolicy": "Never",
         "activeDeadlineSeconds": _SECONDS,
         "automountServiceAccountToken": False,
-        "securityContext": {
-            "runAsNonRoot": True,
-            "runAsUser": user,
-            "fsGroup": user,
-            "seccompProfile": {"type": "RuntimeDefault"},
-        },
+        "securityContext": {"runAsNonRoot": True, "runAsUser": user, "fsGroup": user, "seccompProfile": profile},
         "containers": [container],
         "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": claim, "readOnly": True}}],
     }
-    metadata = {
-        "name": name,
-        "labels": {"app.kubernetes.io/managed-by": "cputrain", "sidecar.istio.io/inject": "false"},
-    }
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+    labels = {"app.kubernetes.io/managed-by": "cputrain", "sidecar.istio.io/inject": "false"}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": name, "labels": labels}, "spec": spec}
 
 
 def copy(kubectl: Kubectl, claim: str, path: str, target: Path, trained: dict[str, Any], patience: int) -> int:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from posixpath import basename
 from typing import Any
 
 from cputrain import secrets_in_clear
 from cputrain.cluster import names, pod, quantity
 from cputrain.cluster.job import Job
-from cputrain.cluster.manifest import Noted, Problem, items, mapping, within
+from cputrain.cluster.manifest import Noted, Problem, Where, items, mapping, within
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
@@ -63,14 +63,9 @@ def claim(job: Job) -> dict[str, Any]:
     }
     if job.volume.storage_class is not None:
         spec["storageClassName"] = job.volume.storage_class
-    metadata = {key: value for key, value in pod.metadata(job, job.volume.claim).items() if key != "labels"}
-    labels = {"app.kubernetes.io/managed-by": "cputrain"}
-    return {
-        "apiVersion": "v1",
-        "kind": "PersistentVolumeClaim",
-        "metadata": {**metadata, "labels": labels},
-        "spec": spec,
-    }
+    # Without the label of the job, by which `k8s delete` finds what belongs to it.
+    metadata = {**pod.metadata(job, job.volume.claim), "labels": {"app.kubernetes.io/managed-by": "cputrain"}}
+    return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
 
 
 VERSIONS = {
@@ -93,14 +88,18 @@ def problems(manifest: dict[str, Any]) -> Iterator[Problem]:
         yield Problem(("apiVersion",), said)
     name = within(manifest, "metadata", "name")
     if isinstance(name, str):
-        try:
-            names.subdomain(name, "the name")
-        except ValueError as error:
-            yield Problem(("metadata", "name"), str(error).rstrip("."))
+        yield from _refused(names.subdomain, name, "the name", ("metadata", "name"))
     elif not within(manifest, "metadata", "generateName"):
         yield Problem(("metadata",), "the name is missing: write metadata: {name: …}")
     yield from _check_claim(mapping(manifest.get("spec"))) if kind == "PersistentVolumeClaim" else ()
     yield from _check_config_map(manifest) if kind == "ConfigMap" else ()
+
+
+def _refused(check: Callable[[str, str], Any], value: str, what: str, where: Where) -> Iterator[Problem]:
+    try:
+        check(value, what)
+    except ValueError as error:
+        yield Problem(where, str(error).rstrip("."))
 
 
 def _check_claim(spec: dict[str, Any]) -> Iterator[Problem]:
@@ -111,14 +110,11 @@ def _check_claim(spec: dict[str, Any]) -> Iterator[Problem]:
         if mode not in _MODES:
             said = f"there is no access mode {mode!r}: write one of {', '.join(_MODES)}"
             yield Problem(("spec", "accessModes", number), said)
-    where = ("spec", "resources", "requests", "storage")
     if size is None:
         yield Problem(("spec",), "resources.requests.storage, the volume's size, is missing: write it")
     else:
-        try:
-            quantity.bytes_of(str(size), "the volume's size")
-        except ValueError as error:
-            yield Problem(where, str(error).rstrip("."))
+        where = ("spec", "resources", "requests", "storage")
+        yield from _refused(quantity.bytes_of, str(size), "the volume's size", where)
 
 
 def _check_config_map(manifest: dict[str, Any]) -> Iterator[Problem]:

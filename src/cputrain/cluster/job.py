@@ -165,10 +165,8 @@ def _check_workers(job: Job) -> None:
     if job.elastic:
         least, most = job.elastic
         if not 1 <= least <= job.workers <= most <= 10_000:
-            raise ValueError(
-                f"--elastic {least}:{most} with {job.workers} workers: the least must be at least 1, and the workers "
-                "at the start between least and most."
-            )
+            said = "the least must be at least 1, and the workers at the start between least and most"
+            raise ValueError(f"--elastic {least}:{most} with {job.workers} workers: {said}.")
 
 
 def _check_resources(job: Job) -> None:
@@ -182,15 +180,19 @@ def _check_resources(job: Job) -> None:
             f"shared memory of {job.shared_memory} counts against the pod's memory of {job.memory}: it must be less."
         )
     if job.volume:
-        names.subdomain(job.volume.claim, "the volume claim's name")
-        mount = names.folder(names.text(job.volume.mount, "the mount path"), "the mount path")
-        if any(taken == mount or taken.startswith(f"{mount}/") for taken in (HOME, SCRIPTS, "/dev/shm", "/etc/mpi")):
-            raise ValueError(f"the volume can't be mounted at {mount}, where the job has files of its own.")
-        if job.volume.size:
-            quantity.bytes_of(job.volume.size, "the volume's size")
-        if job.volume.storage_class is not None:
-            names.subdomain(job.volume.storage_class, "the storage class")
+        _check_volume(job.volume)
     _ = job.sizing
+
+
+def _check_volume(volume: Volume) -> None:
+    names.subdomain(volume.claim, "the volume claim's name")
+    mount = names.folder(names.text(volume.mount, "the mount path"), "the mount path")
+    if any(taken == mount or taken.startswith(f"{mount}/") for taken in (HOME, SCRIPTS, "/dev/shm", "/etc/mpi")):
+        raise ValueError(f"the volume can't be mounted at {mount}, where the job has files of its own.")
+    if volume.size:
+        quantity.bytes_of(volume.size, "the volume's size")
+    if volume.storage_class is not None:
+        names.subdomain(volume.storage_class, "the storage class")
 
 
 def _check_environment(job: Job) -> None:
@@ -211,6 +213,12 @@ def _check_environment(job: Job) -> None:
     for secret in job.secrets:
         names.subdomain(secret.secret, f"the secret of {secret.name}")
         names.key(secret.key, f"the secret's key of {secret.name}")
+    _check_preload(job)
+    if not job.log_level.isascii() or not job.log_level.isalpha():
+        raise ValueError(f"the log level must be a word such as INFO, found {job.log_level!r}.")
+
+
+def _check_preload(job: Job) -> None:
     for library in job.preload:
         names.text(library, "a library to preload")
         if not library or any(letter in library for letter in ": \t\n"):
@@ -219,8 +227,6 @@ def _check_environment(job: Job) -> None:
             raise ValueError(
                 f"{library!r} is one release's file name, which images don't have: give --preload {general}."
             )
-    if not job.log_level.isascii() or not job.log_level.isalpha():
-        raise ValueError(f"the log level must be a word such as INFO, found {job.log_level!r}.")
 
 
 def _check_placement(job: Job) -> None:

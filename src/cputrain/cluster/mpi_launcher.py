@@ -64,6 +64,13 @@ def _where_intel_is(inherited: Mapping[str, str]) -> dict[str, str]:
     return {"I_MPI_ROOT": sys.prefix, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
 
 
+def _write_ssh_configuration(home: Path, folder: str) -> str:
+    """Every worker's sshd shows the job's own key, so one line knows them all and nothing is taken on trust."""
+    (home / "known_hosts").write_text(f"* {Path(folder, 'id_rsa.pub').read_text()}")
+    (home / "ssh_config").write_text(ssh_configuration(folder, str(home / "known_hosts")))
+    return str(home / "ssh_config")
+
+
 def main(words: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="cputrain.cluster.mpi_launcher")
     parser.add_argument("--mpi", choices=("openmpi", "intel", "mpich"), required=True)
@@ -73,12 +80,8 @@ def main(words: list[str]) -> None:
     parser.add_argument("command", nargs="+")
     chosen = parser.parse_args(words)
     workers = hostfile.read(chosen.hostfile)
-    home = Path(os.environ["HOME"])
-    # Every worker's sshd shows the job's own key, so one line knows them all and nothing is taken on trust.
-    key = Path(chosen.ssh_folder, "id_rsa.pub").read_text()
-    (home / "known_hosts").write_text(f"* {key}")
-    (home / "ssh_config").write_text(ssh_configuration(chosen.ssh_folder, str(home / "known_hosts")))
-    environ = environment(chosen.mpi, os.environ, str(home / "ssh_config"), workers[0].name)
+    configuration = _write_ssh_configuration(Path(os.environ["HOME"]), chosen.ssh_folder)
+    environ = environment(chosen.mpi, os.environ, configuration, workers[0].name)
     wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
     forward = [name for name in dict.fromkeys(wanted) if name in environ]
     command = mpirun(chosen.mpi, chosen.hostfile, workers, forward, chosen.command)

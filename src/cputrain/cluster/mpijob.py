@@ -152,9 +152,8 @@ def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     elif mapping(replicas["Launcher"]).get("replicas") not in (None, 1):
         yield Problem((*here, "Launcher", "replicas"), "there must be exactly one Launcher: write replicas: 1")
     if isinstance(spec.get("slotsPerWorker"), int) and spec["slotsPerWorker"] < 1:
-        yield Problem(
-            ("spec", "slotsPerWorker"), "slotsPerWorker must be at least 1: write the number of ranks of a Worker"
-        )
+        said = "slotsPerWorker must be at least 1: write the number of ranks of a Worker"
+        yield Problem(("spec", "slotsPerWorker"), said)
     clean = mapping(spec.get("runPolicy")).get("cleanPodPolicy")
     if clean not in (None, "None", "Running", "All"):
         yield Problem(("spec", "runPolicy", "cleanPodPolicy"), f"there is no {clean!r}: write None, Running or All")
@@ -176,8 +175,7 @@ def _of_mpirun(words: Sequence[Word]) -> Iterator[Word]:
 
 def _mpirun(manifest: dict[str, Any], container: Container) -> Iterator[Problem]:
     """mpirun's count against the slots that the operator writes into the hostfile."""
-    spec = mapping(manifest.get("spec"))
-    slots = container.ranks.processes or 1
+    spec, slots = mapping(manifest.get("spec")), container.ranks.processes or 1
     pods = container.ranks.pods + (1 if spec.get("runLauncherAsWorker") is True else 0)
     for call in calls(words(container), MPIRUN):
         own = list(_of_mpirun(call))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from posixpath import join
 from typing import Any
 
@@ -51,36 +52,33 @@ def arguments(job: Job) -> list[str]:
 
 def variables(job: Job) -> list[Any]:
     """Variables in a fixed order; the user's come last and win over ours of the same name."""
-    sizing = job.sizing
-    made: list[tuple[str, str, str | None]] = [
-        ("HOME", HOME, "the image's own home may belong to another user"),
-        ("LOGLEVEL", job.log_level, None),
-        (
-            "OMP_NUM_THREADS",
-            str(sizing.threads),
-            f"{job.cpu_count} CPUs for {sizing.processes} of these, {sizing.communication} of each for communication; "
-            "OpenMP itself would count the node's CPUs"
-            if job.threads is None
-            else "threads of each process, as asked for",
-        ),
-    ]
-    if sizing.communication:
-        made.append(("CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"))
-    if job.volume:
-        # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
-        made.append(("HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"))
-    if job.preload:
-        made.append(("LD_PRELOAD", ":".join(job.preload), "the loader says so in the log if one isn't in the image"))
-    own = dict(job.environment)
-    hidden = {secret.name for secret in job.secrets}
+    users = {*dict(job.environment), *(secret.name for secret in job.secrets)}
     rows: list[Any] = []
-    for name, value, note in made:
-        if name not in own and name not in hidden:
+    for name, value, note in _our_variables(job):
+        if name not in users:
             row = {"name": name, "value": escape(value)}
             rows.append(Noted(row, note) if note else row)
     rows += [{"name": name, "value": escape(value)} for name, value in job.environment]
     rows += [_secret(secret.name, secret.secret, secret.key) for secret in job.secrets]
     return rows + ([_secret(authentication.TOKEN, token_name(job), TOKEN_KEY)] if job.makes_token else [])
+
+
+def _our_variables(job: Job) -> Iterator[tuple[str, str, str]]:
+    """Name, value and why it is set."""
+    sizing = job.sizing
+    shares = f"{job.cpu_count} CPUs for {sizing.processes} of these, {sizing.communication} of each for communication"
+    counted = f"{shares}; OpenMP itself would count the node's CPUs"
+    yield "HOME", HOME, "the image's own home may belong to another user"
+    yield "LOGLEVEL", job.log_level, ""
+    asked = "threads of each process, as asked for"
+    yield "OMP_NUM_THREADS", str(sizing.threads), counted if job.threads is None else asked
+    if sizing.communication:
+        yield "CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"
+    if job.volume:
+        # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
+        yield "HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"
+    if job.preload:
+        yield "LD_PRELOAD", ":".join(job.preload), "the loader says so in the log if one isn't in the image"
 
 
 def _secret(name: str, secret: str, key: str) -> Mapping:

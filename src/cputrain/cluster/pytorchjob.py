@@ -120,8 +120,7 @@ def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     yield from check_replicas(replicas, here, {"Master", "Worker"})
     for name, replica in replicas.items():
         yield from check_containers(mapping(replica), (*here, name), "pytorch")
-    master = mapping(replicas.get("Master"))
-    if "Master" in replicas and master.get("replicas") != 1:
+    if "Master" in replicas and mapping(replicas["Master"]).get("replicas") != 1:
         yield Problem((*here, "Master", "replicas"), "there must be exactly one Master: write replicas: 1")
     if "elasticPolicy" in spec:
         yield from _check_elastic_policy(mapping(spec.get("elasticPolicy")), replicas)
@@ -142,9 +141,8 @@ def _check_elastic_policy(policy: dict[str, Any], replicas: dict[str, Any]) -> I
         yield Problem((*here, "minReplicas"), f"minReplicas {least} is more than maxReplicas {most}: swap them")
     count = mapping(replicas.get("Worker")).get("replicas")
     if isinstance(count, int) and isinstance(most, int) and count > most:
-        yield warning(
-            (*here, "maxReplicas"), f"maxReplicas {most} is less than the Worker's {count} replicas: raise it"
-        )
+        said = f"maxReplicas {most} is less than the Worker's {count} replicas: raise it"
+        yield warning((*here, "maxReplicas"), said)
     backend = policy.get("rdzvBackend")
     if isinstance(backend, str) and backend not in _BACKENDS:
         yield Problem((*here, "rdzvBackend"), f"torchrun knows no rendezvous backend {backend!r}: write c10d")

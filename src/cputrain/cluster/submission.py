@@ -94,9 +94,8 @@ def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) ->
     for claim in claims:
         if with_data:
             kubectl.run("delete", "persistentvolumeclaims", claim)
-            say(f"deleted the volume claim {claim} with its data")
-        else:
-            say(f"the volume claim {claim} stays with its data")
+        said = f"the volume claim {claim}"
+        say(f"deleted {said} with its data" if with_data else f"{said} stays with its data")
 
 
 def _delete_if_allowed(kubectl: Kubectl, resource: str, ours: str, warn: Say) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from cputrain.cluster import pod
 from cputrain.cluster.command_words import COUNT, counts_by_torchrun
-from cputrain.cluster.containers import NO_RANKS, Container, Manifest, Pod, Ranks, count, init_containers, named, words
+from cputrain.cluster.containers import Container, Manifest, Pod, Ranks, count, idle, init_containers, named, words
 from cputrain.cluster.job import Job
 from cputrain.cluster.kubectl import Kubectl
 from cputrain.cluster.manifest import Noted, Problem, Where, items, mapping, warning, within
@@ -109,6 +109,7 @@ def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
     """Of the job itself: `others`, the manifests beside it, may hold its runtime."""
     yield from _containers(manifest, runtime_of(manifest, others))
+    yield from _containers_beside(manifest)
 
 
 def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
@@ -125,33 +126,26 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 
 
 def _containers(manifest: Manifest, runtime: Manifest | None) -> Iterator[Container]:
-    spec = mapping(manifest.get("spec"))
-    trainer, node = mapping(spec.get("trainer")), node_container(runtime)
+    trainer, node = mapping(within(manifest, "spec", "trainer")), node_container(runtime)
+    beside = [runtime] if runtime else []
     own = trainer if trainer.get("command") else {**node, **{key: trainer[key] for key in ("args",) if key in trainer}}
     given = mapping(trainer.get("resourcesPerNode"))
     ranks = Ranks(
-        count(trainer.get("numProcPerNode")),
-        nodes_of(manifest, [runtime] if runtime else []),
-        given or mapping(node.get("resources")),
-        chooses_nodes_anywhere(manifest, runtime),
-        words(own),
-        started_by=started_by(manifest, [runtime] if runtime else []),
+        count(trainer.get("numProcPerNode")), nodes_of(manifest, beside), given or mapping(node.get("resources")),
+        chooses_nodes_anywhere(manifest, runtime), words(own), started_by=started_by(manifest, beside),
         mounts=mounts_of_node(manifest, runtime) if runtime else None,
-    )
-    yield Container(
-        ("spec", "trainer"),
-        trainer,
-        ranks,
-        resources_key="resourcesPerNode",
-        needs_resources=not node.get("resources"),
-    )
+    )  # fmt: skip
+    needed = not node.get("resources")
+    yield Container(("spec", "trainer"), trainer, ranks, resources_key="resourcesPerNode", needs_resources=needed)
+
+
+def _containers_beside(manifest: Manifest) -> Iterator[Container]:
+    """Initializers, and what is laid over the runtime's pods."""
     for name in ("dataset", "model"):
-        initializer = mapping(within(spec, "initializer", name))
-        yield Container(("spec", "initializer", name), initializer, NO_RANKS, trains=False, needs_resources=False)
+        yield idle(("spec", "initializer", name), mapping(within(manifest, "spec", "initializer", name)))
     for part in patches(manifest):
         for number, container in named(part.spec):
-            here = (*part.where, "containers", number)
-            yield Container(here, container, NO_RANKS, trains=False, needs_resources=False)
+            yield idle((*part.where, "containers", number), container)
         yield from init_containers(part.spec, part.where)
 
 
@@ -205,16 +199,12 @@ def _uncounted(
             said = "the operator then sets no variable at all: ranks can't find each other; write it"
             yield warning(("spec",), f"trainer is missing, and {said}")
         return
-    runtime = runtime_of(manifest, others)
-    policy = within(runtime, "spec", "mlPolicy", "torch", "numProcPerNode")
+    policy = within(runtime_of(manifest, others), "spec", "mlPolicy", "torch", "numProcPerNode")
     if trainer.get("numProcPerNode") is not None or (policy is not None and COUNT.fullmatch(str(policy))):
         return
     for container in containers:
         ours = any(word.rsplit("/", 1)[-1] == "cputrain" for word in container.ranks.command)
         launched = counts_by_torchrun(container) or (ours and trainer.get("resourcesPerNode"))
         if container.ranks.started_by == "torch" and launched and not container.ranks.has_gpus:
-            yield warning(
-                ("spec", "trainer"),
-                "numProcPerNode is missing, and the operator then asks for one process for every CPU: write "
-                "numProcPerNode: 1",
-            )
+            said = "numProcPerNode is missing, and the operator then asks for one process for every CPU"
+            yield warning(("spec", "trainer"), f"{said}: write numProcPerNode: 1")
