@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cputrain.cluster import check_pod, core_objects, kinds, manifest, schema
+from cputrain.cluster import check_pod, core_objects, kinds, manifest, schema, trainjob
 from cputrain.cluster.containers import Manifest
 from cputrain.cluster.manifest import (
     ERROR,
@@ -24,13 +24,6 @@ from cputrain.cluster.manifest import (
 from cputrain.cluster.training_runtime import runtime_of
 from cputrain.text_files import YamlError, quoted
 
-# What the operators' custom resource definitions are called.
-DEFINITIONS = (
-    "pytorchjobs.kubeflow.org",
-    "mpijobs.kubeflow.org",
-    "trainjobs.trainer.kubeflow.org",
-    "trainingruntimes.trainer.kubeflow.org",
-)
 # In which field of a volume the name of which kind stands.
 _VOLUMES = {
     ("persistentVolumeClaim", "claimName"): "PersistentVolumeClaim",
@@ -146,7 +139,7 @@ def references(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[
     """What a job refers to by name, and finds only in its own namespace: claims, config maps, secrets, runtimes."""
     own = within(manifest, "metadata", "namespace")
     if manifest.get("kind") == "ClusterTrainingRuntime":
-        return  # its pods run in the namespace of whichever job names it
+        return  # its pods run in the namespace of the job that names it
     for where, kind, name in _references(manifest, others):
         found = [other for other in others if (other.get("kind"), within(other, "metadata", "name")) == (kind, name)]
         spaces = [within(other, "metadata", "namespace") for other in found]
@@ -196,7 +189,7 @@ def of_cluster(kubectl: Any) -> schema.Schemas:
     from cputrain.cluster.kubectl import Refused
 
     definitions = []
-    for name in DEFINITIONS:
+    for name in [*map(kinds.resource, kinds.JOBS.values()), *trainjob.RENDERED_BESIDE]:
         try:
             definitions.append(json.loads(kubectl.run("get", "customresourcedefinitions", name, "--output=json")))
         except Refused as refusal:

@@ -20,7 +20,7 @@ from cputrain.cluster.containers import Container, Pod, named
 from cputrain.cluster.containers import words as word_list
 from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, warning
 
-# Variables that are meant for a training, in whichever container they are set.
+# Variables that are meant for a training, in any container.
 _FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")
 # What runc needs to start any process, and what importing torch takes.
 _LEAST, _LEAST_FOR_TORCH = 6 * 2**20, 256 * 2**20

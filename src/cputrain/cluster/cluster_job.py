@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from rich.console import Group
 
 _ENDS = {"Succeeded": "Succeeded", "Complete": "Succeeded", "Failed": "Failed"}
+_PULLING = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
+# `cputrain launch` puts the rank before each line of a rank.
+_RANK_LABEL = re.compile(r"\[(\d+)\] ")
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class ClusterJob:
         return self._module.ONE_LOG or self.processes > 1
 
     @property
+    def resource(self) -> str:
+        return kinds.resource(self._module)
+
+    @property
     def rendered_beside(self) -> tuple[str, ...]:
         return self._module.RENDERED_BESIDE
 
@@ -99,16 +106,14 @@ def find(kubectl: Kubectl, name: str) -> ClusterJob:
     """The job of this name, whatever its kind. The kinds that a cluster lacks aren't asked for."""
     names.subdomain(name, "the job's name")
     known = {(version.partition("/")[0], kind) for version, kind in kubectl.kinds()}
-    wanted = [(module.API.partition("/")[0], module.KIND) for module in kinds.JOBS.values()]
-    asked = [one for one in wanted if one in known]
+    asked = [module for module in kinds.JOBS.values() if (module.API.partition("/")[0], module.KIND) in known]
     if not asked:
         raise ValueError("the cluster knows no PyTorchJob, TrainJob or MPIJob: Kubeflow's operator isn't installed.")
-    for group, kind in asked:
-        resource = f"{kind.lower()}s.{group}"
-        text = kubectl.run("get", resource, name, "--ignore-not-found", "--output=json")
+    for module in asked:
+        text = kubectl.run("get", kinds.resource(module), name, "--ignore-not-found", "--output=json")
         if text.strip():
             return ClusterJob(json.loads(text))
-    missing = ", ".join(kind for _, kind in asked)
+    missing = ", ".join(module.KIND for module in asked)
     raise ValueError(f"there is no {missing} called {name!r} here: see kubectl get, or give --namespace.")
 
 
@@ -146,12 +151,8 @@ def has_claim(kubectl: Kubectl, name: str, *where: str) -> bool:
     )
 
 
-# `cputrain launch` puts the rank before each line of a rank.
-_RANK_LABEL = re.compile(r"\[(\d+)\] ")
-
-
 def show_log(command: list[str], rank: int, say: Callable[[str], None]) -> int:
-    """Runs a command and says its lines but those of other ranks; lines that no rank wrote are everybody's."""
+    """Runs a command and says its lines but those of other ranks; lines without a rank's label are said, too."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stdout
         for line in process.stdout:
@@ -217,9 +218,6 @@ def _conditions(job: ClusterJob) -> list[str]:
         holds = "" if row.get("status") == "True" else " no longer"
         rows.append(f"{row.get('lastTransitionTime') or '–'} {row.get('type')}{holds}{': ' if said else ''}{said}")
     return rows
-
-
-_PULLING = ("ImagePullBackOff", "ErrImagePull", "InvalidImageName", "ErrImageNeverPull")
 
 
 def trouble_of_pod(pod: dict[str, Any]) -> str:

@@ -11,6 +11,16 @@ from cputrain.cluster import names, pod, quantity
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import Noted, Problem, Where, items, mapping, within
 
+VERSIONS = {
+    "ConfigMap": "v1",
+    "Namespace": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PersistentVolumeClaim": "v1",
+    "Secret": "v1",
+    "ServiceAccount": "v1",
+}
+_MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
+
 
 def documents(job: Job) -> list[dict[str, Any]]:
     """What is created and deleted with the job. The volume's claim isn't: the trained model outlives the job."""
@@ -66,17 +76,6 @@ def claim(job: Job) -> dict[str, Any]:
     # Without the label of the job, by which `k8s delete` finds what belongs to it.
     metadata = {**pod.metadata(job, job.volume.claim), "labels": {"app.kubernetes.io/managed-by": "cputrain"}}
     return {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": metadata, "spec": spec}
-
-
-VERSIONS = {
-    "ConfigMap": "v1",
-    "Namespace": "v1",
-    "NetworkPolicy": "networking.k8s.io/v1",
-    "PersistentVolumeClaim": "v1",
-    "Secret": "v1",
-    "ServiceAccount": "v1",
-}
-_MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 
 
 def problems(manifest: dict[str, Any]) -> Iterator[Problem]:

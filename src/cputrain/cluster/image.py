@@ -16,6 +16,8 @@ from cputrain import text_files
 from cputrain.cluster import names
 
 UV_CPU = "--torch-backend cpu"  # as in README's line for users: no index has to be named
+# By these a folder is known as the source tree of cputrain.
+_PARTS = ("pyproject.toml", "CMakeLists.txt", "csrc", "src/cputrain")
 BUILDERS = ("docker", "podman", "buildah")
 # MPIJob's launcher and workers talk through ssh; the other kinds need neither.
 _MPI_PACKAGES = {
@@ -193,9 +195,6 @@ def write(image: Image, folder: Path) -> list[Path]:
 def build(command: list[str]) -> None:
     if subprocess.run(command, check=False).returncode:
         raise ValueError(f"{command[0]} could not build the image: the reason is above.")
-
-
-_PARTS = ("pyproject.toml", "CMakeLists.txt", "csrc", "src/cputrain")
 
 
 def source_tree() -> Path | None:

@@ -19,6 +19,19 @@ SCRIPTS = "/opt/job"
 _OPERATORS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE")
 _OPERATORS_PREFIXES = ("PET_", "OMPI_", "PMI_", "KUBERNETES_")
 _LARGEST_SCRIPT = 900 * 1024  # etcd refuses objects beyond 1 MiB, and YAML needs some of it
+# Beyond this a process would span sockets: 64 logical CPUs are half of today's usual two-socket node.
+_CPUS_PER_PROCESS = 64
+# A core for communication is a core less for arithmetic: worth it from this many.
+_SPARE_FROM = 8
+
+
+@dataclass(frozen=True)
+class Sizing:
+    """Per pod: processes, threads of each for arithmetic, cores of each for communication."""
+
+    processes: int
+    threads: int
+    communication: int
 
 
 @dataclass(frozen=True)
@@ -258,21 +271,6 @@ def _check_script(job: Job) -> None:
         names.text(job.script_text, "the script")
         if len(job.script_text.encode()) > _LARGEST_SCRIPT:
             raise ValueError("the script is larger than 900 KiB, more than a ConfigMap holds: put it into the image.")
-
-
-# Beyond this a process would span sockets: 64 logical CPUs are half of today's usual two-socket node.
-_CPUS_PER_PROCESS = 64
-# A core for communication is a core less for arithmetic: worth it from this many.
-_SPARE_FROM = 8
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """Per pod: processes, threads of each for arithmetic, cores of each for communication."""
-
-    processes: int
-    threads: int
-    communication: int
 
 
 def size_of_cpus(

@@ -42,6 +42,11 @@ _JOB_NAME = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _RUNTIME_NAME = re.compile(r"[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?")
 
 
+def resource(module: JobKind) -> str:
+    """What kubectl calls it, such as pytorchjobs.kubeflow.org; its definition has the same name."""
+    return f"{module.KIND.lower()}s.{module.API.partition('/')[0]}"
+
+
 def choose(kubectl: Kubectl, elastic: bool) -> tuple[str, str]:
     """The kind of job for this cluster, and why."""
     found = {(version.rpartition("/")[0], kind): version for version, kind in kubectl.kinds()}

@@ -10,6 +10,10 @@ from typing import Any
 
 from cputrain.text_files import YamlError, yaml_errors
 
+Where = tuple["str | int", ...]
+# error: it is refused, or can't work as written. warning: it starts, but will probably not do what is meant.
+# hint: it works, and could be faster or safer.
+ERROR, WARNING, HINT = SEVERITIES = ("error", "warning", "hint")
 _MOST_VALUES = 200_000  # a few lines of aliases can mean billions
 
 # As kubectl's YAML library resolves plain scalars: YAML 1.1, without its base 60.
@@ -18,6 +22,43 @@ _FALSE = {"n", "N", "no", "No", "NO", "off", "Off", "OFF", "false", "False", "FA
 _NULL = {"", "~", "null", "Null", "NULL"}
 _WHOLE = re.compile(r"[-+]?(?:0b_*[01][01_]*|0o?_*[0-7][0-7_]*|0x_*[0-9a-fA-F][0-9a-fA-F_]*|0|[1-9][0-9_]{0,300})")
 _FLOAT = re.compile(r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?")
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def items(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def within(value: Any, *keys: str) -> Any:
+    """The part at a path of keys, or None."""
+    for key in keys:
+        value = mapping(value).get(key)
+    return value
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is wrong, and the path of where."""
+
+    where: Where
+    sentence: str
+    severity: str = ERROR
+
+
+def warning(where: Where, sentence: str) -> Problem:
+    return Problem(where, sentence, WARNING)
+
+
+def hint(where: Where, sentence: str) -> Problem:
+    return Problem(where, sentence, HINT)
+
+
+def reaches(severity: str, threshold: str) -> bool:
+    """Whether a finding is at least as grave as `threshold`."""
+    return SEVERITIES.index(severity) <= SEVERITIES.index(threshold)
 
 
 @dataclass(frozen=True)
@@ -150,7 +191,7 @@ def _scalar(node: Any) -> Any:
 
 
 # Words that YAML 1.1, which kubectl reads, takes for truth values or nothing.
-_WORDS = {"y", "n", "yes", "no", "on", "off", "true", "false", "null"}
+_WORDS = {word.lower() for word in (*_TRUE, *_FALSE, "null")}
 # Beginning with a letter, nothing here is a number, a date or a mark of YAML's; sizes are the one exception.
 _PLAIN = re.compile(r"(?:--?)?[A-Za-z/](?:[A-Za-z0-9_./=,-]|:(?=[A-Za-z0-9_./-]))*|[1-9]\d*[KMGTPE]i", re.ASCII)
 _BLOCK = re.compile(r"(?:[\x20-\x7e\u00a1-\u1fff]*\n)+")
@@ -230,46 +271,3 @@ def _string(value: str) -> str:
     if "\n" in value and not value[0].isspace() and _BLOCK.fullmatch(value) and not value.endswith("\n\n"):
         return LiteralScalarString(value)
     return DoubleQuotedScalarString(value)
-
-
-def mapping(value: Any) -> dict[str, Any]:
-    return value if isinstance(value, dict) else {}
-
-
-def items(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []
-
-
-def within(value: Any, *keys: str) -> Any:
-    """The part at a path of keys, or None."""
-    for key in keys:
-        value = mapping(value).get(key)
-    return value
-
-
-Where = tuple["str | int", ...]
-# error: it is refused, or can't work as written. warning: it starts, but will probably not do what is meant.
-# hint: it works, and could be faster or safer.
-ERROR, WARNING, HINT = SEVERITIES = ("error", "warning", "hint")
-
-
-@dataclass(frozen=True)
-class Problem:
-    """What is wrong, and the path of where."""
-
-    where: Where
-    sentence: str
-    severity: str = ERROR
-
-
-def warning(where: Where, sentence: str) -> Problem:
-    return Problem(where, sentence, WARNING)
-
-
-def hint(where: Where, sentence: str) -> Problem:
-    return Problem(where, sentence, HINT)
-
-
-def reaches(severity: str, threshold: str) -> bool:
-    """Whether a finding is at least as grave as `threshold`."""
-    return SEVERITIES.index(severity) <= SEVERITIES.index(threshold)

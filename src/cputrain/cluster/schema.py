@@ -39,6 +39,17 @@ _WRITTEN = {
     "number": "; write one",
 }
 _CALLED = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
+# Words of a schema that say what is valid; the rest is documentation, or for the API server's merging.
+KEPT = (
+    "type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
+    "minProperties", "nullable",
+)  # fmt: skip
+_EXTENSIONS = {
+    "x-kubernetes-int-or-string": "intOrString",
+    "x-kubernetes-preserve-unknown-fields": "anyFields",
+    "x-kubernetes-list-map-keys": "uniqueBy",
+    "x-kubernetes-embedded-resource": "resource",
+}
 
 
 @dataclass(frozen=True)
@@ -175,19 +186,6 @@ def of_operators() -> Schemas:
     """Training operator 1.9.4, MPI operator 0.8.2, Trainer 2.3.0 and JobSet 0.12.0, as `main` made them."""
     data = json.loads(Path(__file__).with_name("schemas.json").read_text())
     return Schemas(data["kinds"], data["schemas"])
-
-
-# Words of a schema that say what is valid; the rest is documentation, or for the API server's merging.
-KEPT = (
-    "type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
-    "minProperties", "nullable",
-)  # fmt: skip
-_EXTENSIONS = {
-    "x-kubernetes-int-or-string": "intOrString",
-    "x-kubernetes-preserve-unknown-fields": "anyFields",
-    "x-kubernetes-list-map-keys": "uniqueBy",
-    "x-kubernetes-embedded-resource": "resource",
-}
 
 
 class Parts:

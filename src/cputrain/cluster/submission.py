@@ -84,8 +84,7 @@ def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) ->
     templates = job.templates(kubectl)
     named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
     claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
-    group = str(job.value["apiVersion"]).partition("/")[0]
-    kubectl.run("delete", f"{job.kind.lower()}s.{group}", name)
+    kubectl.run("delete", job.resource, name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
     kubectl.run("delete", ",".join(["configmaps", *job.rendered_beside]), ours)
     say(f"deleted {job.kind} {name}")
