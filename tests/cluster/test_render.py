@@ -15,10 +15,11 @@ import pytest
 import yaml
 from cluster import kubelet
 
-from cputrain.cluster import kinds, manifest, render, schema
+from cputrain.cluster import kinds, manifest, mpi_launcher, render, schema
 from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
 from cputrain.cluster.manifest import plain
 from cputrain.cluster.pod import escape
+from cputrain.launch import hostfile
 
 CRDS = Path(__file__).parents[3] / "shared" / "crds"
 TRICKS = (
@@ -236,3 +237,20 @@ def test_the_shipped_schemas_are_the_definitions(tmp_path: Path) -> None:
     schema.main(CRDS, tmp_path / "schemas.json")
     shipped = Path(schema.__file__).with_name("schemas.json")
     assert shipped.read_text() == (tmp_path / "schemas.json").read_text()
+
+
+@pytest.mark.parametrize(
+    ("mpi", "text", "words"),
+    [
+        ("openmpi", "qa-worker-0.qa slots=2\nqa-worker-1.qa slots=2\n", ["-np", "4"]),
+        ("intel", "qa-worker-0.qa:2\nqa-worker-1.qa:2\n", ["-n", "4", "-ppn", "2"]),
+        ("mpich", "qa-worker-0.qa:3\n", ["-n", "3", "-ppn", "3"]),
+    ],
+)
+def test_the_launcher_starts_a_rank_for_each_slot(tmp_path: Path, mpi: str, text: str, words: list[str]) -> None:
+    """The operator writes the hostfile, in the format of the job's MPI."""
+    (tmp_path / "hosts").write_text(text)
+    workers = hostfile.read(tmp_path / "hosts")
+    command = mpi_launcher.mpirun(mpi, str(tmp_path / "hosts"), workers, ["A"], ["cputrain", "launch"])
+    start = command.index(words[0])
+    assert command[start : start + len(words)] == words
