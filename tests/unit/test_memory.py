@@ -116,8 +116,9 @@ def test_what_isnt_glibcs_is_left_alone(monkeypatch, changed, words):
 @pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no python3 of the system's")
 def test_an_executable_with_fixed_addresses_is_no_allocator():
     """Debian's python3 is one: malloc's address lies in the executable, and glibc serves it all the same."""
-    script = f"import runpy; print('obstacle:', runpy.run_path({memory.__file__!r})['obstacle']())"
-    answer = subprocess.run(["/usr/bin/python3", "-c", script], env={}, capture_output=True, text=True)
+    script = "from cputrain import memory; print('obstacle:', memory.obstacle())"
+    environ = {"PYTHONPATH": str(Path(memory.__file__).parents[1])}
+    answer = subprocess.run(["/usr/bin/python3", "-c", script], env=environ, capture_output=True, text=True)
     assert answer.stdout == "obstacle: \n", answer.stderr
 
 
