@@ -154,7 +154,7 @@ def _is_named(case: Case, text: str) -> bool:
     if case.fault == LINK:
         elsewhere = r"PeerDied: rank [123] \(host box2|box2 is lost|machine 1 "
         return any(re.search(elsewhere, line) for line in re.findall(r"^cputrain: .*", text, re.MULTILINE))
-    if case.fault.startswith("other"):  # two ranks differ, and nobody knows which is wrong: both are named
+    if case.fault.startswith("other"):  # two ranks differ, and either may be wrong: both are named
         return any(f"rank {case.culprit} " in line for line in launch) and survivors
     return bool(launch) and launch[0].startswith(f"cputrain: rank {case.culprit} ") and survivors
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 STEPS, WRONG_STEP = 40, 5
-LINK = "link"  # whoever started this takes a machine's network away when a rank says "fault", and all train on slowly
+LINK = "link"  # the test takes a machine's network away when a rank says "fault"; the ranks train on slowly
 # Of the group. Only a stopped rank is waited for so long: all other faults are noticed as they happen.
 TIMEOUT = {"stop": 6}
 CODE = 3

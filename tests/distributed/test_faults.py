@@ -96,7 +96,7 @@ def test_the_cause_is_waited_for_as_long_as_it_may_show() -> None:
     assert first_failure.is_open({0: 1, 1: None}, blames), "it runs still"
     assert first_failure.is_open({0: 1}, blames), "it is on another machine"
     assert not first_failure.is_open({0: 1, 1: -9}, blames) and not first_failure.is_open({0: 1, 1: 0}, blames)
-    assert not first_failure.is_open({0: 1, 1: None}, {}), "nobody is blamed"
+    assert not first_failure.is_open({0: 1, 1: None}, {}), "no rank is blamed"
 
 
 def test_a_rank_that_takes_long_to_end_is_heard_before_a_lost_machine_is_given_up(tmp_path: Path, monkeypatch) -> None:

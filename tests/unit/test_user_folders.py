@@ -14,7 +14,7 @@ from cputrain import user_folders
 from cputrain.launch import config_file
 
 OWN = f"cputrain-{os.getuid()}"
-# A user that /etc/passwd doesn't know, in a process that nobody told its home: as some containers start them.
+# A user that /etc/passwd doesn't know, in a process without HOME: as some containers start them.
 NO_HOME = (
     "import os, pwd\nos.environ.pop('HOME', None)\ndef unknown(uid): raise KeyError(uid)\npwd.getpwuid = unknown\n"
 )
