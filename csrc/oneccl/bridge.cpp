@@ -18,6 +18,7 @@
 #include <exception>
 #include <memory>
 #include <oneapi/ccl.hpp>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -33,14 +34,29 @@ struct Group {
 
 std::string last_error;
 std::atomic<bool> abandoned{false};
+std::set<Group*> groups;
+int64_t running = 0;  // collectives that were started and are not done
 
-// oneCCL's own end waits for the other ranks, and for ever if one of them is gone.
+bool is_under_mpirun() {
+  const char* transport = std::getenv("CCL_ATL_TRANSPORT");
+  return transport != nullptr && std::strcmp(transport, "mpi") == 0;
+}
+
+// oneCCL's own end waits for the other ranks, and for ever if one of them is gone. Under mpirun a
+// sound rank waits for them all the same: mpirun kills the ranks that still work (rank 0 saves the
+// model, for example) once one has ended that did not leave MPI, and it ends those that wait if a
+// rank fails.
 void end_soon(int status, void*) {
   auto end = [status] {
     std::fflush(nullptr);
     _exit(status);
   };
-  if (abandoned) end();
+  if (abandoned || status != 0 || running != 0) end();
+  if (is_under_mpirun()) {
+    for (Group* group : groups) delete group;
+    groups.clear();
+    return;
+  }
   std::thread([end] {
     std::this_thread::sleep_for(std::chrono::seconds(10));
     end();
@@ -61,7 +77,10 @@ Answer guarded(Answer failed, Call call) {
   return failed;
 }
 
-ccl::event* kept(ccl::event event) { return new ccl::event(std::move(event)); }
+ccl::event* kept(ccl::event event) {
+  ++running;
+  return new ccl::event(std::move(event));
+}
 
 std::vector<size_t> sizes(const int64_t* values, int64_t count) {
   return std::vector<size_t>(values, values + count);
@@ -94,6 +113,7 @@ API int64_t cputrain_oneccl_join(Group* group, int64_t size, int64_t rank) {
   return guarded<int64_t>(-1, [&] {
     group->ranks = std::make_unique<ccl::communicator>(
         ccl::create_communicator(static_cast<int>(size), static_cast<int>(rank), group->store));
+    groups.insert(group);
     on_exit(end_soon, nullptr);  // handlers run in reverse: before those that oneCCL has registered
     return int64_t{0};
   });
@@ -101,6 +121,7 @@ API int64_t cputrain_oneccl_join(Group* group, int64_t size, int64_t rank) {
 
 API int64_t cputrain_oneccl_leave(Group* group) {
   return guarded<int64_t>(-1, [&] {
+    groups.erase(group);
     delete group;
     return int64_t{0};
   });
@@ -153,6 +174,7 @@ API int64_t cputrain_oneccl_done(ccl::event* event, int64_t nanoseconds) {
       sched_yield();
     }
     delete event;
+    --running;
     return int64_t{1};
   });
 }

@@ -55,7 +55,8 @@ class MpiOutcome(Outcome):
 
     def __init__(self, folder: Path, command: list[str], ranks: int, module: str, **environment: str) -> None:
         answer = run(command, "tests.distributed.ranks:run_cases", str(folder), module, {}, **environment)
-        assert answer.returncode == 0, answer.stdout + answer.stderr
+        failed = [path.read_text() for path in folder.glob("failed-*.json")]
+        assert answer.returncode == 0, "\n".join([answer.stdout, answer.stderr, *failed])
         self._collect(folder, ranks, module)
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from cputrain.distributed.engines import oneccl, oneccl_library
 from tests.distributed import mpi_ranks
@@ -56,6 +59,29 @@ def test_waits_differences_and_deaths(tmp_path) -> None:
     for after, text in found["a_rank_is_killed"].values():
         assert after < 5
         assert text.startswith(f"PeerDied: rank 1 (host {HOST}, process ") and "in all_reduce" in text, text
+
+
+def save_late(rank: int, size: int, folder: str, end: str) -> None:
+    """Rank 0 is late by more than a rank waits for its peers' end without mpirun: it saves a model, for example."""
+    start(rank, size, folder, **ONECCL)
+    dist.all_reduce(torch.ones(1))
+    if rank == 0:
+        time.sleep(oneccl._GRACE + 2)
+        Path(folder, "saved").touch()
+    elif end == "raises":
+        raise ValueError("this rank's own")
+    if end == "destroys the group":
+        dist.destroy_process_group()
+
+
+@needs_oneccl
+@pytest.mark.parametrize("end", ["destroys the group", "just ends", "raises"])
+def test_mpirun_lets_a_rank_finish_that_is_later_than_the_others(end: str, tmp_path) -> None:
+    """Intel's mpirun kills the others if a rank ends that has not left MPI."""
+    function = "tests.distributed.test_oneccl:save_late"
+    answer = mpi_ranks.run(mpi_ranks.intel(2), function, str(tmp_path), end, seconds=60)
+    assert (tmp_path / "saved").exists() and "KILLED" not in answer.stdout, answer.stdout + answer.stderr
+    assert answer.returncode == (end == "raises") and ("this rank's own" in answer.stderr) == (end == "raises")
 
 
 def test_a_oneccl_that_never_ended_a_group_is_not_used_again(monkeypatch) -> None:

@@ -104,10 +104,14 @@ class OneCclEngine(Engine):
         self._messages.abort()
 
     def close(self, broken: bool) -> None:
-        """Leaving waits for the others in some of oneCCL's transports: not longer than they need if they end, too."""
+        """Leaving waits for the others in some of oneCCL's transports: not longer than they need if they end, too.
+
+        Under mpirun it waits until they come: mpirun kills them if this rank ends before it has left MPI.
+        """
         self._messages.close(broken)
         is_sound = not broken and not self._waiter.pending
-        if is_sound and self._thread.ask(_GRACE, "leave", self._group).finished.is_set():
+        seconds = None if oneccl_library.is_under_mpirun() else _GRACE
+        if is_sound and self._thread.ask(seconds, "leave", self._group).finished.is_set():
             return
         _abandoned.append(self._waiter)
         self._thread.abandon()
@@ -171,7 +175,7 @@ class _EngineThread:
             raise ValueError(f"oneCCL failed: {asked.error}")
         return asked.answer
 
-    def ask(self, seconds: float, name: str, *arguments: Any) -> _Started:
+    def ask(self, seconds: float | None, name: str, *arguments: Any) -> _Started:
         """For what waits for other ranks within oneCCL: if it doesn't end, nothing else can be done there."""
         self._last_call = asked = self.start(0, name, *arguments)
         asked.finished.wait(seconds)

@@ -59,6 +59,11 @@ class Library:
             setattr(self, name, function)
 
 
+def is_under_mpirun() -> bool:
+    """Whether oneCCL's messages are MPI's, by what it was told or the user has set."""
+    return os.environ.get("CCL_ATL_TRANSPORT") == "mpi"
+
+
 def _prefix() -> Path:
     """Where pip put it: beside this Python. Another one may be named as CCL_ROOT, as Intel's own installers do."""
     for prefix in map(Path, filter(None, [sys.prefix, os.environ.get("CCL_ROOT")])):
