@@ -113,6 +113,7 @@ def test_under_intels_mpirun_oneccl_uses_it(monkeypatch, tmp_path) -> None:
     environ = {"I_MPI_ROOT": str(tmp_path), "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "x"}
     found = oneccl_library.settings(environ, "127.0.0.1")
     assert found["CCL_ATL_TRANSPORT"] == "mpi" and "CCL_PROCESS_LAUNCHER" not in found
+    assert found["CCL_ALLGATHERV"] == "ring", "MPI_Iallgatherv hangs if the parts differ in size"
     assert found["CCL_MPI_LIBRARY_PATH"] == f"{tmp_path}/lib/libmpi.so.12"
     assert found["CCL_WORKER_AFFINITY"] == "6,7" and found["CCL_WORKER_COUNT"] == "2"
 

@@ -98,7 +98,8 @@ def settings(environ: MutableMapping[str, str], address: str) -> dict[str, str]:
         }
     starter = mpi_library.started_by(environ)
     if starter in ("Intel", "MPICH") and mpi is not None:
-        return {**found, "CCL_ATL_TRANSPORT": "mpi"}
+        # By default it is MPI_Iallgatherv, which takes seconds or hangs if the parts differ in size.
+        return {**found, "CCL_ATL_TRANSPORT": "mpi", "CCL_ALLGATHERV": "ring"}
     interface = _interface(address)
     found |= {"CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_ATL_SHM": "1"}
     return found | ({"CCL_KVS_IFACE": interface, "FI_TCP_IFACE": interface} if interface else {})
