@@ -13,13 +13,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cputrain import hardware, log, memory, native, settings
+from cputrain.blocks import config_view, encoder, head, recognise
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
-from cputrain.layers import attention_config, encoder, heads, patch, recognise
-from cputrain.layers.patch import Patches
 from cputrain.log import logger
 from cputrain.native import workspace
 from cputrain.optimizers import clipping, takeover
+from cputrain.patching import bind
+from cputrain.patching.bind import Patches
 
 Padding = Literal["drop", "keep"]
 log.show_where_nobody_logs()
@@ -131,7 +132,7 @@ def explain(model: nn.Module) -> Explanation:
     _check_module(model)
     record: Record | None = model.__dict__.get(_RECORD)
     if record is None:
-        as_part = "part of an optimised model: explain that one" if patch.has_patches(model) else None
+        as_part = "part of an optimised model: explain that one" if bind.has_patches(model) else None
         found = as_part or f"as stock: {native.why_not() or 'cputrain.optimize was not called on it'}"
         return Explanation([("model", type(model).__name__, found)], [])
     optimizer = _optimizer_of(model)
@@ -218,12 +219,12 @@ def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
 def _take_over_model(model: nn.Module, record: Record) -> None:
     patches = record.patches
     try:
-        unregistered = attention_config.take_over(model, patches)
+        unregistered = config_view.take_over(model, patches)
         recognise.take_over_pieces(model, patches)
         if unregistered is not None and not recognise.replaces_attention(patches):
             patches.leave("", model, unregistered)
         ragged = record.padding == "drop" and recognise.take_over_encoders(model, patches)
-        attention_config.choose(model, ragged)
+        config_view.choose(model, ragged)
         recognise.take_over_model(model, patches)
     except BaseException:
         _undo_model(model)
@@ -234,8 +235,8 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
 
 
 def _undo_model(model: nn.Module) -> None:
-    patch.undo(model)
-    attention_config.undo(model)
+    bind.undo(model)
+    config_view.undo(model)
     for part in model.modules():
         part.__dict__.pop(_RECORD, None)
         if part in _clipping:
@@ -252,7 +253,7 @@ def _padding_reason(model: nn.Module, record: Record) -> str:
     if record.padding == "keep":
         return "asked for: stock's padded numbers"
     done = {entry.what for entry in record.patches.replaced}
-    spans = "; span logits at padded positions get -10,000" if heads.SPAN in done else ""
+    spans = "; span logits at padded positions get -10,000" if head.SPAN in done else ""
     if encoder.DROPPED in done:
         return f"{_DROPPED_MEANS}{spans}"
     if not recognise.takes_padding(model):

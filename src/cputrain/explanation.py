@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from cputrain import plain_text
-from cputrain.layers.encoder import DROPPED
-from cputrain.layers.patch import STEPPED_ASIDE, Patches, format_of
+from cputrain.blocks.encoder import DROPPED
+from cputrain.patching.bind import STEPPED_ASIDE, Patches, format_of
 
 Row = tuple[str, str, str]
 

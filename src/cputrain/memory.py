@@ -49,7 +49,7 @@ class Kept:
 
 def keep_freed_memory() -> Kept:
     """Keep freed buffers for reuse from now on, in this process; harmless when repeated."""
-    found = obstacle()
+    found = why_not()
     if found:
         logger.info("freed memory is left to the allocator: %s", found)
         return Kept(False, found)
@@ -59,7 +59,7 @@ def keep_freed_memory() -> Kept:
 
 def release() -> None:
     """Back to glibc's usual behaviour, and what is free goes back to the kernel."""
-    if not obstacle():
+    if not why_not():
         _set(_USUAL)
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -71,7 +71,7 @@ def _set(options: dict[int, int]) -> None:
             raise RuntimeError(f"glibc refused mallopt({option}, {value})")
 
 
-def obstacle() -> str:
+def why_not() -> str:
     """Why glibc's malloc can't be told anything here; empty if it can."""
     if sys.platform != "linux":
         return f"only glibc's allocator is known to cputrain, this is {sys.platform}"

@@ -19,7 +19,7 @@ MODELS = ["bert", "albert", "distilbert", "roberta", "gpt2", "opt", "mistral", "
 @pytest.fixture(autouse=True)
 def no_size_limit(monkeypatch):
     """Tiny models must go through the kernels too."""
-    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE", 0)
+    monkeypatch.setattr("cputrain.blocks.leaves.WORTHWHILE", 0)
 
 
 def seeded_loss(batch, seed=7):

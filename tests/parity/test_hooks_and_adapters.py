@@ -253,7 +253,7 @@ def test_parts_replaced_by_something_that_looks_at_several_tokens():
 
 
 def test_inplace_dropout_and_norm_without_weights(monkeypatch):
-    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE", 0)
+    monkeypatch.setattr("cputrain.blocks.leaves.WORTHWHILE", 0)
     model = nn.Sequential(
         nn.Linear(8, 8), nn.LayerNorm(8, elementwise_affine=False), nn.Dropout(0.0, inplace=True), nn.LayerNorm((3, 8)),
         nn.LayerNorm(8, bias=False), nn.GELU(), nn.SiLU(inplace=True), nn.ReLU(inplace=True), nn.Dropout(1.0),

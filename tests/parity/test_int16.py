@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cputrain
 from cputrain.formats import int16_guard, int16_sample, speed
-from cputrain.layers.patch import FORMAT
+from cputrain.patching.bind import FORMAT
 from tests.model_zoo import tiny
 from tests.parity.gradients import distance, gradients, in_bf16
 
@@ -33,7 +33,7 @@ def test_error_is_at_most_a_quarter_of_bf16s(isa, name, padding):
 @pytest.fixture
 def of_any_size(monkeypatch):
     """Tiny products must be int16's, too, where a linear layer stands alone."""
-    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE_PRODUCT", 0)
+    monkeypatch.setattr("cputrain.blocks.leaves.WORTHWHILE_PRODUCT", 0)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "opt", "mistral", "modernbert", "t5", "deberta_v2", "mlp"])

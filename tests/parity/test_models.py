@@ -26,7 +26,7 @@ def _loss_alone(name, batch, convert=lambda b: b):
 @pytest.fixture(autouse=True)
 def no_size_limit(monkeypatch):
     """Tiny models must go through the kernels too."""
-    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE", 0)
+    monkeypatch.setattr("cputrain.blocks.leaves.WORTHWHILE", 0)
 
 
 @pytest.mark.parametrize("name", NAMES)

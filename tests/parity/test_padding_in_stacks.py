@@ -10,9 +10,9 @@ import torch
 import transformers as hf
 
 import cputrain
-from cputrain.layers.patch import parameter_names
-from cputrain.layers.stack import RaggedStates
+from cputrain.blocks.stack import RaggedStates
 from cputrain.padding import PaddingMask
+from cputrain.patching.bind import parameter_names
 from tests.model_zoo import TINY, tiny
 from tests.parity import releases
 from tests.parity.gradients import assert_as_exact_as_stock, exact_and_stock, gradients
@@ -43,7 +43,7 @@ MASKS = {
 
 @pytest.fixture(autouse=True)
 def no_size_limit(monkeypatch):
-    monkeypatch.setattr("cputrain.layers.leaves.WORTHWHILE", 0)
+    monkeypatch.setattr("cputrain.blocks.leaves.WORTHWHILE", 0)
 
 
 def base(name, **options):

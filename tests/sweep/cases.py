@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import cputrain
-from cputrain.layers import leaves
+from cputrain.blocks import leaves
 from tests.sweep import choices, classes, dropouts, explaining, measure, restoring, shrink, weights
 from tests.sweep import inputs as inputs_of
 from tests.sweep.inputs import Inputs

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import cputrain
-from cputrain.layers import leaves
+from cputrain.blocks import leaves
 from tests.sweep import cases, choices, dropouts, restoring, shrink
 from tests.sweep.cases import Case, check
 from tests.sweep.runner import Worker

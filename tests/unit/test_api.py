@@ -98,7 +98,7 @@ def test_a_failure_inside_leaves_the_model_as_it_was(monkeypatch):
     def fail(*_):
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr("cputrain.layers.leaves.take_over", fail)
+    monkeypatch.setattr("cputrain.blocks.leaves.take_over", fail)
     with pytest.raises(RuntimeError, match="a bug of ours"):
         cputrain.optimize(model)
     assert snapshot(model) == before

@@ -33,9 +33,10 @@ MAY_IMPORT = {
     "memory": [],
     "stand_in": [],
     "padding": ["ops", "stand_in"],
-    "layers": ["padding"],
+    "patching": ["padding"],
+    "blocks": ["patching"],
     "optimizers": ["native"],
-    "explanation": ["layers", "plain_text"],
+    "explanation": ["blocks", "plain_text"],
     "api": [
         "explanation",
         "memory",

@@ -62,7 +62,7 @@ def release_gives_it_back() -> None:
     del stays
 
 
-@pytest.mark.skipif(bool(memory.obstacle()), reason=memory.obstacle())
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 @pytest.mark.parametrize(
     "what", [a_freed_buffer_is_used_again, huge_buffers_of_varying_size_cost_no_memory, release_gives_it_back]
 )
@@ -89,7 +89,7 @@ print((most - c.sbrk(0)) >> 20)
 """
 
 
-@pytest.mark.skipif(bool(memory.obstacle()), reason=memory.obstacle())
+@pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 def test_after_release_the_heap_shrinks_again():
     done = subprocess.run([sys.executable, "-c", _AFTER_RELEASE], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -116,10 +116,10 @@ def test_what_isnt_glibcs_is_left_alone(monkeypatch, changed, words):
 @pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no python3 of the system's")
 def test_an_executable_with_fixed_addresses_is_no_allocator():
     """Debian's python3 is one: malloc's address lies in the executable, and glibc serves it all the same."""
-    script = "from cputrain import memory; print('obstacle:', memory.obstacle())"
+    script = "from cputrain import memory; print('why_not:', memory.why_not())"
     environ = {"PYTHONPATH": str(Path(memory.__file__).parents[1])}
     answer = subprocess.run(["/usr/bin/python3", "-c", script], env=environ, capture_output=True, text=True)
-    assert answer.stdout == "obstacle: \n", answer.stderr
+    assert answer.stdout == "why_not: \n", answer.stderr
 
 
 def test_a_preloaded_allocator_is_recognised(tmp_path):

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.embeddings import PendingRows
-from cputrain.layers.stack import RaggedStates
+from cputrain.blocks.embedding import PendingRows
+from cputrain.blocks.stack import RaggedStates
 from cputrain.padding import PaddingMask
 from cputrain.stand_in import OPERATORS, StandIn
 

@@ -71,10 +71,10 @@ def _system(release: Path = Path("/etc/os-release")) -> Fact[str]:
 def _allocator() -> Fact[str]:
     from cputrain import memory
 
-    obstacle = memory.obstacle()
-    if not obstacle:
+    why_not = memory.why_not()
+    if not why_not:
         return Fact("glibc's", "where malloc leads to")
-    return Fact(f"left as it is: {obstacle}", f"LD_PRELOAD={os.environ['LD_PRELOAD']}" if _preloaded() else "")
+    return Fact(f"left as it is: {why_not}", f"LD_PRELOAD={os.environ['LD_PRELOAD']}" if _preloaded() else "")
 
 
 def _preloaded() -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cputrain.formats.base import FORMATS, Activated, Call, Format, OutputGrad, Saved, probing
+from cputrain.formats.base import FORMATS, Activated, Call, Format, OutputGrad, Saved, Use, probing
 from cputrain.formats.bf16 import Bf16
 from cputrain.formats.bf16_saved import Bf16Saved
 from cputrain.formats.fp32 import FP32, Fp32
@@ -11,5 +11,5 @@ from cputrain.formats.weights import Dense, Joined, Weight
 
 __all__ = [
     "FORMATS", "FP32", "Activated", "Bf16", "Bf16Saved", "Call", "Dense", "Format", "Fp32", "Int16", "Joined",
-    "OutputGrad", "Saved", "Weight", "probing",
+    "OutputGrad", "Saved", "Use", "Weight", "probing",
 ]  # fmt: skip

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from contextvars import ContextVar
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -82,29 +82,27 @@ class Format(ABC):
         return type(None), ()  # a pickled model is loaded as stock, even where cputrain isn't installed
 
 
+class Use(NamedTuple):
+    """What becomes of a product's input and output."""
+
+    save: bool = True  # the weight's gradient will be asked for
+    held: bool = False  # another operator saves x as it is, so that a copy in fewer bits would be one more
+    scratch: str = ""  # y is read within this operator only, and may lie in the workspace of that name
+    as_saved: bool = False  # y is saved for the backward, and comes in the dtype that this format saves
+
+
 class Call(ABC):
     """One forward of a layer, and its backward. Holds no tensor of the graph."""
 
     saves: torch.dtype = torch.float32  # the format's, fp32 while a twin is probed
 
-    @abstractmethod
-    def forward(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        save: bool = True,
-        held: bool = False,
-        scratch: str = "",
-        as_saved: bool = False,
-    ) -> tuple[Tensor, Saved]:
-        """y_TO = x wᵀ + bias, and what the weight's gradient needs of x (nothing unless `save`).
+    def forward(self, x: Tensor, weight: Weight, bias: Tensor | None, **use: Any) -> tuple[Tensor, Saved]:
+        """y_TO = x wᵀ + bias, and what the weight's gradient needs of x; the options are `Use`'s."""
+        return self.product(x, weight, bias, Use(**use))
 
-        `held`: another operator saves x as it is, so that a copy in fewer bits would be one more.
-        `scratch`: y is read within this operator only, and may lie in the workspace of that name.
-        `as_saved`: y is saved for the backward, and comes in the dtype that this format saves.
-        """
+    @abstractmethod
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
+        """What `forward` gives."""
 
     def forward_activated(
         self, x: Activated, weight: Weight, bias: Tensor | None, *, scratch: str = ""
@@ -137,7 +135,7 @@ class OutputGrad(ABC):
 
     @abstractmethod
     def input(self, weight: Weight, *, add_to: Tensor | None = None, scratch: str = "") -> Tensor:
-        """dx_TI = dy w, added to `add_to` in place if given; `scratch` as in `Call.forward`."""
+        """dx_TI = dy w, added to `add_to` in place if given; `scratch` as in `Use`."""
 
     def weight(self, weight: Weight, saved: Saved) -> tuple[Tensor, ...]:
         """The gradients of the weight's leaves."""

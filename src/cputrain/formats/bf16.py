@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cputrain.formats import bf16_saving
-from cputrain.formats.base import Call, Format, OutputGrad, Saved
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use
 from cputrain.formats.weights import Weight
 
 
@@ -24,20 +24,10 @@ class Bf16(Format):
 class _Call(Call):
     saves = torch.bfloat16
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        save: bool = True,
-        held: bool = False,
-        scratch: str = "",
-        as_saved: bool = False,
-    ) -> tuple[Tensor, Saved]:
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
         x_in_bf16 = bf16_saving.as_bf16(x, rounded_only=True)[0]
         y = F.linear(x_in_bf16, weight.dense().bfloat16(), None if bias is None else bias.bfloat16())
-        return y if as_saved else y.float(), (x_in_bf16,) if save else ()
+        return y if use.as_saved else y.float(), (x_in_bf16,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI.bfloat16(),)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import bf16_saving
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, product_in_fp32
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, product_in_fp32
 from cputrain.formats.fp32 import Fp32OutputGrad
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
@@ -27,22 +27,12 @@ class Bf16Saved(Format):
 class _Call(Call):
     saves = torch.bfloat16
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        save: bool = True,
-        held: bool = False,
-        scratch: str = "",
-        as_saved: bool = False,
-    ) -> tuple[Tensor, Saved]:
-        out = workspace.floats(scratch, x.shape[0], weight.out_features) if scratch else None
-        y = product_in_fp32(x, weight.dense(), None if as_saved else bias, out)
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
+        out = workspace.floats(use.scratch, x.shape[0], weight.out_features) if use.scratch else None
+        y = product_in_fp32(x, weight.dense(), None if use.as_saved else bias, out)
         # Rounded before attention reads it: its backward must find the log-sum-exp of what it reads.
-        y = bf16_saving.rounded(y, bias) if as_saved else y
-        return y, () if not save else (x,) if held else bf16_saving.as_bf16(x)
+        y = bf16_saving.rounded(y, bias) if use.as_saved else y
+        return y, () if not use.save else (x,) if use.held else bf16_saving.as_bf16(x)
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI,)

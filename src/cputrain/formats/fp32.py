@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, input_grad_in_fp32, product_in_fp32
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, input_grad_in_fp32, product_in_fp32
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
 
@@ -18,18 +18,8 @@ class Fp32(Format):
 
 
 class Fp32Call(Call):
-    def forward(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        save: bool = True,
-        held: bool = False,
-        scratch: str = "",
-        as_saved: bool = False,
-    ) -> tuple[Tensor, Saved]:
-        return product_in_fp32(x, weight.dense(), bias), (x,) if save else ()
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
+        return product_in_fp32(x, weight.dense(), bias), (x,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI,)

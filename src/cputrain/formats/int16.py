@@ -5,13 +5,11 @@ What is saved of an input is its columns as they were packed for the weight's gr
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cputrain.formats import int16_matmul as matmul
-from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved
+from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use
 from cputrain.formats.fp32 import FP32
 from cputrain.formats.int16_guard import Guard, Watch
 from cputrain.formats.weights import Weight
@@ -54,18 +52,8 @@ class Int16Call(Call):
         """One part's products are watched: as many looks as in any other layer."""
         return Int16Call(Watch())
 
-    def forward(
-        self,
-        x: Tensor,
-        weight: Weight,
-        bias: Tensor | None,
-        *,
-        save: bool = True,
-        held: bool = False,
-        scratch: str = "",
-        as_saved: bool = False,
-    ) -> tuple[Tensor, Saved]:
-        rows, columns = matmul.pack(x, rows="left", columns="right" if save else None)
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
+        rows, columns = matmul.pack(x, rows="left", columns="right" if use.save else None)
         assert rows is not None
         w_OI = weight.dense()
         y = self._product(rows, w_OI, bias)
@@ -137,8 +125,8 @@ class _Fp32Call(Call):
     def __init__(self, watch: Watch) -> None:
         self.watch, self._call = watch, FP32.start()
 
-    def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Saved]:
-        return self._call.forward(*args, **kwargs)
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
+        return self._call.product(x, weight, bias, use)
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return self._call.save_input(x_TI)

@@ -14,7 +14,7 @@ class FusedAdam(FusedStep):
     """Serves torch.optim.AdamW and torch.optim.Adam; `decoupled_weight_decay` tells them apart."""
 
     @staticmethod
-    def unsupported(group: Group) -> str:
+    def why_not(group: Group) -> str:
         return options_set(group, ("amsgrad", "maximize", "differentiable", "capturable")) or tensors_among(
             group, ("lr", "betas", "eps", "weight_decay")
         )

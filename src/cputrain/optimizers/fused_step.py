@@ -31,7 +31,7 @@ class FusedStep(ABC):
 
     def __call__(self, group: Group, *collected: list[Any]) -> bool:
         """Update what the kernels serve and let stock collect the rest; the answer is stock's (complex, sparse)."""
-        reason = self.unsupported(group) or self._unsupported_now()
+        reason = self.why_not(group) or self._why_not_now()
         if reason:
             return self._leave_to_stock(group, collected, reason)
         rows, rest = self._deal(group)
@@ -48,7 +48,7 @@ class FusedStep(ABC):
 
     @staticmethod
     @abstractmethod
-    def unsupported(group: Group) -> str:
+    def why_not(group: Group) -> str:
         """Which option of the group the kernel lacks; empty if none."""
 
     @abstractmethod
@@ -65,7 +65,7 @@ class FusedStep(ABC):
             logger.info("%s: a parameter group keeps stock's step: %s", type(self.optimizer).__name__, reason)
         return self._stock(group, *collected)
 
-    def _unsupported_now(self) -> str:
+    def _why_not_now(self) -> str:
         """What of the moment, rather than of the group's options, needs stock's step."""
         if torch.compiler.is_compiling() or torch._guards.TracingContext.try_get() is not None:
             return "torch.compile traces it"

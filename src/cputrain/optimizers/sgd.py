@@ -13,7 +13,7 @@ class FusedSGD(FusedStep):
     """Serves torch.optim.SGD."""
 
     @staticmethod
-    def unsupported(group: Group) -> str:
+    def why_not(group: Group) -> str:
         return options_set(group, ("maximize", "differentiable")) or tensors_among(
             group, ("lr", "momentum", "dampening", "weight_decay")
         )

@@ -74,7 +74,7 @@ def _judge(optimizer: Optimizer) -> Takeover:
     """What the kernels will serve as things are; each step looks again, because groups and gradients change."""
     served, kept = 0, Counter[str]()
     for group in optimizer.param_groups:
-        option = _FUSED[type(optimizer)].unsupported(group)
+        option = _FUSED[type(optimizer)].why_not(group)
         for parameter in group["params"]:
             if option:
                 kept[option] += 1

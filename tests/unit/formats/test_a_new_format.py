@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 import cputrain
-from cputrain.formats import FORMATS, Call, Format, OutputGrad, Saved, Weight
-from cputrain.layers import patch, recognise
+from cputrain.blocks import recognise
+from cputrain.formats import FORMATS, Call, Format, OutputGrad, Saved, Use, Weight
 from cputrain.ops.attention import Sequences
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
 from cputrain.ops.feed_forward import plain as feed_forward_plain
@@ -20,14 +20,15 @@ from cputrain.ops.residual_block import plain as residual_block_plain
 from cputrain.ops.residual_block import residual_block
 from cputrain.ops.self_attention import plain as self_attention_plain
 from cputrain.ops.self_attention import self_attention
+from cputrain.patching import bind
 from tests.unit.ops.blocks import assert_equals_twin
 
 
 class _Fp64Call(Call):
-    def forward(self, x: Tensor, weight: Weight, bias, *, save=True, held=False, scratch="", as_saved=False):
+    def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
         y = x.double() @ weight.dense().double().t()
         calls.append("forward")
-        return (y if bias is None else y + bias).float(), (x,) if save else ()
+        return (y if bias is None else y + bias).float(), (x,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI,)
@@ -107,12 +108,12 @@ def test_every_operator_serves_it(name, fp64):
 def test_a_model_trains_in_it(fp64):
     """Copied with its modules, forgotten by a pickle."""
     model = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.GELU(), torch.nn.Linear(256, 256))
-    record = patch.Patches(fp64)
+    record = bind.Patches(fp64)
     recognise.take_over_pieces(model, record)
     recognise.take_over_model(model, record)
     model(torch.randn(256, 256)).sum().backward()
     assert "forward" in calls
-    held = [module.__dict__[patch.FORMAT] for module in model.modules() if patch.FORMAT in module.__dict__]
+    held = [module.__dict__[bind.FORMAT] for module in model.modules() if bind.FORMAT in module.__dict__]
     assert held and all(type(copy.deepcopy(format)) is fp64 for format in held)
     assert pickle.loads(pickle.dumps(held[0])) is None  # noqa: S301
     cputrain.restore(model)

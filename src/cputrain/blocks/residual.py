@@ -7,35 +7,35 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import (
-    Patches,
-    format_of,
-    global_hook_obstacle,
-    module_obstacle,
-    step_aside,
-    tensor_obstacle,
-)
-from cputrain.layers.probe import Formula, difference, dropped
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
+from cputrain.patching.bind import (
+    Patches,
+    format_of,
+    step_aside,
+    why_not_global_hooks,
+    why_not_module,
+    why_not_tensors,
+)
+from cputrain.patching.probe import Formula, difference, dropped
 
 
-def obstacle(block: nn.Module, x: Tensor, residual: Tensor) -> str | None:
+def why_not(block: nn.Module, x: Tensor, residual: Tensor) -> str | None:
     """Why the fused block can't stand in for this one now."""
-    reason = ending_obstacle(block.dense, block.dropout, block.LayerNorm) or tensor_obstacle(x, residual)
+    reason = why_not_ending(block.dense, block.dropout, block.LayerNorm) or why_not_tensors(x, residual)
     if reason is None and residual.shape != (*x.shape[:-1], block.dense.weight.shape[0]):
         return "input and residual differ in shape"
     return reason
 
 
-def ending_obstacle(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> str | None:
+def why_not_ending(dense: nn.Module, dropout: nn.Module, norm: nn.Module) -> str | None:
     """Why linear, dropout, residual and LayerNorm can't run as one; sizes that don't fit are stock's to complain of."""
     reason = (
-        module_obstacle(dense, nn.Linear)
-        or module_obstacle(dropout, nn.Dropout)
-        or module_obstacle(norm, nn.LayerNorm)
-        or global_hook_obstacle()
-        or tensor_obstacle(dense.weight, dense.bias, norm.weight, norm.bias)
+        why_not_module(dense, nn.Linear)
+        or why_not_module(dropout, nn.Dropout)
+        or why_not_module(norm, nn.LayerNorm)
+        or why_not_global_hooks()
+        or why_not_tensors(dense.weight, dense.bias, norm.weight, norm.bias)
     )
     if reason is not None:
         return reason
@@ -50,7 +50,7 @@ def dropout_rate(dropout: nn.Module) -> float:
 
 
 def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, input_tensor: Tensor) -> Tensor:
-    reason = obstacle(self, hidden_states, input_tensor)
+    reason = why_not(self, hidden_states, input_tensor)
     if reason is not None:
         step_aside(self, reason)
         return stock(hidden_states, input_tensor)

@@ -17,19 +17,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers import padded_reads
-from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.leaves import linear_forward
-from cputrain.layers.patch import (
+from cputrain.blocks.config_view import is_transformers_model
+from cputrain.blocks.leaves import linear_forward
+from cputrain.ops.padded_linear import is_worthwhile, padded_linear
+from cputrain.padding import PaddingMask, gather, scatter
+from cputrain.patching import padded_reads
+from cputrain.patching.bind import (
     Patches,
     format_of,
     parameter_names,
-    tensor_obstacle,
-    transform_obstacle,
     untouched,
+    why_not_tensors,
+    why_not_transform,
 )
-from cputrain.ops.padded_linear import is_worthwhile, padded_linear
-from cputrain.padding import PaddingMask, gather, scatter
 
 
 @dataclass
@@ -85,12 +85,12 @@ def _is_vocabulary(head: nn.Linear, x: Tensor, padding: PaddingMask) -> bool:
     if x.shape != (padding.batch, padding.length, head.in_features):
         return False
     tokens = len(padding.ragged.place)
-    return is_worthwhile(tokens, head.out_features) and tensor_obstacle(x, head.weight, head.bias) is None
+    return is_worthwhile(tokens, head.out_features) and why_not_tensors(x, head.weight, head.bias) is None
 
 
 def span_head_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
     call = _call.get()
-    if len(args) != 1 or kwargs or call is None or transform_obstacle() is not None:
+    if len(args) != 1 or kwargs or call is None or why_not_transform() is not None:
         return stock(*args, **kwargs)
     return _on_real_tokens(stock, args[0], call.padding(), _PADDED_SPAN)
 

@@ -9,7 +9,7 @@ import torch
 import transformers
 
 import cputrain
-from cputrain.layers import heads
+from cputrain.blocks import head
 from cputrain.ops import padded_linear as operator
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
@@ -44,7 +44,7 @@ def products(monkeypatch):
         return operator.padded_linear(*args)
 
     monkeypatch.setattr(operator, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(heads, "padded_linear", noted)
+    monkeypatch.setattr(head, "padded_linear", noted)
     return seen
 
 

@@ -14,16 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.patch import (
-    Patches,
-    global_hook_obstacle,
-    parts_obstacle,
-    step_aside,
-    tensor_obstacle,
-    untouched,
-)
-from cputrain.layers.residual import dropout_rate
+from cputrain.blocks.residual import dropout_rate
 from cputrain.ops.embeddings import embed
+from cputrain.patching.bind import (
+    Patches,
+    step_aside,
+    untouched,
+    why_not_global_hooks,
+    why_not_parts,
+    why_not_tensors,
+)
 from cputrain.stand_in import StandIn, computed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
@@ -124,7 +124,7 @@ def dropout_forward(self: nn.Dropout, stock: Callable, input: Any) -> Tensor:
 
 
 def fused_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
-    reason = _obstacle(self)
+    reason = _why_not(self)
     if reason is not None:
         step_aside(self, reason)
         return stock(*args, **kwargs)
@@ -141,21 +141,21 @@ def _parts(module: nn.Module) -> tuple[list[nn.Module], list[nn.Module], list[nn
     return tuple([c for c in children if isinstance(c, kind)] for kind in (nn.Embedding, nn.LayerNorm, nn.Dropout))  # type: ignore[return-value]
 
 
-def _obstacle(module: nn.Module) -> str | None:
+def _why_not(module: nn.Module) -> str | None:
     tables, norms, dropouts = _parts(module)
     if any(table.max_norm is not None or table.scale_grad_by_freq or table.sparse for table in tables):
         return "an embedding has max_norm, scale_grad_by_freq or sparse"
     return (
-        parts_obstacle(tables, nn.Embedding)
-        or parts_obstacle(norms, nn.LayerNorm)
-        or parts_obstacle(dropouts, nn.Dropout)
-        or global_hook_obstacle()
-        or tensor_obstacle(*(part.weight for part in (*tables, *norms)), *(norm.bias for norm in norms))
-        or _size_obstacle(tables, norms)
+        why_not_parts(tables, nn.Embedding)
+        or why_not_parts(norms, nn.LayerNorm)
+        or why_not_parts(dropouts, nn.Dropout)
+        or why_not_global_hooks()
+        or why_not_tensors(*(part.weight for part in (*tables, *norms)), *(norm.bias for norm in norms))
+        or _why_not_sizes(tables, norms)
     )
 
 
-def _size_obstacle(tables: list[nn.Module], norms: list[nn.Module]) -> str | None:
+def _why_not_sizes(tables: list[nn.Module], norms: list[nn.Module]) -> str | None:
     parameters = [*(table.weight for table in tables), *(p for norm in norms for p in (norm.weight, norm.bias))]
     return "tables and norm differ in size" if len({p.shape[-1] for p in parameters if p is not None}) > 1 else None
 

@@ -9,24 +9,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.blocks import head
+from cputrain.blocks.masks import padding_of
+from cputrain.blocks.mlp import activation_kind
 from cputrain.formats import probing
-from cputrain.layers import heads, padded_reads
-from cputrain.layers.activations import activation_kind
-from cputrain.layers.attention_mask import padding_of
-from cputrain.layers.patch import (
+from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
+from cputrain.patching import padded_reads
+from cputrain.patching.bind import (
     KEEPS_PADDING,
     Patches,
-    global_hook_obstacle,
     has_hook,
     outputs_to_record,
     parameter_names,
     probed,
-    situation_obstacle,
     step_aside,
-    tensor_obstacle,
+    why_not_global_hooks,
+    why_not_now,
+    why_not_tensors,
 )
-from cputrain.layers.without_padding import REAL, why_padding_is_needed
-from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter
+from cputrain.patching.without_padding import REAL, why_padding_is_needed
 
 DROPPED = "padding dropped between embeddings and head"
 
@@ -59,7 +60,7 @@ class Verdicts:
 _verdicts = Verdicts(lambda encoder: _needs_padding(encoder))
 
 
-def _hook_obstacle(encoder: nn.Module) -> str | None:
+def _why_not_hooks(encoder: nn.Module) -> str | None:
     """A hook inside would see ragged shapes."""
     for part in parts_of(encoder):
         if part is not encoder and has_hook(part):
@@ -67,7 +68,7 @@ def _hook_obstacle(encoder: nn.Module) -> str | None:
     return None
 
 
-def _dense_obstacle(
+def _why_not_dense(
     encoder: nn.Module, hidden_states: Tensor, padding: PaddingMask, args: tuple, options: dict[str, Any]
 ) -> str | None:
     """Why this call needs the padded form."""
@@ -81,10 +82,10 @@ def _dense_obstacle(
     if any(getattr(part, "chunk_size_feed_forward", 0) for part in asked):
         return "the feed-forward works in chunks of the sequence (chunk_size_feed_forward)"
     reason = (
-        padded_reads.obstacle(encoder, padding)
-        or tensor_obstacle(hidden_states)
-        or global_hook_obstacle()
-        or _hook_obstacle(encoder)
+        padded_reads.why_not(encoder, padding)
+        or why_not_tensors(hidden_states)
+        or why_not_global_hooks()
+        or _why_not_hooks(encoder)
     )
     return why_changed(_verdicts, encoder) if reason is None else reason
 
@@ -105,17 +106,17 @@ def ragged_forward(
         padding = padding_of(attention_mask, *hidden_states.shape[:2])
     if padding is not None:
         if padding.real is not None:
-            reason = _dense_obstacle(self, hidden_states, padding, args, kwargs)
+            reason = _why_not_dense(self, hidden_states, padding, args, kwargs)
             if reason is None:
                 ragged = padding.ragged
                 out = stock(gather(hidden_states, ragged), ragged, **kwargs)
-                heads.note_encoded(padding)
+                head.note_encoded(padding)
                 return _with_dense_hidden(out, ragged)
     elif attention_mask is not None:
-        reason = situation_obstacle() or "its mask is not a plain one of (batch, length)"
+        reason = why_not_now() or "its mask is not a plain one of (batch, length)"
     if reason is not None:
         step_aside(self, reason, KEEPS_PADDING)
-    heads.note_encoded(None)
+    head.note_encoded(None)
     return stock(hidden_states, attention_mask, *args, **kwargs)
 
 

@@ -16,26 +16,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers import attention_config, heads, padded_reads
-from cputrain.layers.attention import stock_reasons
-from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.encoder import DROPPED, Verdicts, parts_of, why_changed
-from cputrain.layers.patch import (
+from cputrain.blocks import config_view, head
+from cputrain.blocks.attention_registry import stock_reasons
+from cputrain.blocks.config_view import is_transformers_model
+from cputrain.blocks.encoder import DROPPED, Verdicts, parts_of, why_changed
+from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
+from cputrain.patching import padded_reads
+from cputrain.patching.bind import (
     KEEPS_PADDING,
     Patches,
-    global_hook_obstacle,
     has_hook,
     is_ours,
     outputs_to_record,
     parameter_names,
     probed,
     step_aside,
-    tensor_obstacle,
     untouched,
+    why_not_global_hooks,
+    why_not_tensors,
 )
-from cputrain.layers.probe import REFUSALS
-from cputrain.layers.without_padding import REAL, why_padding_is_needed
-from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
+from cputrain.patching.probe import REFUSALS
+from cputrain.patching.without_padding import REAL, why_padding_is_needed
 from cputrain.stand_in import StandIn, computed
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
@@ -112,7 +113,7 @@ def stack_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
         out = stock(*args, **kwargs)
     finally:
         _call.reset(token)
-    heads.note_encoded(call.dropped)
+    head.note_encoded(call.dropped)
     return out if call.dropped is None else _with_zeros(out, call.dropped.ragged)
 
 
@@ -211,9 +212,9 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
         return "its layers are called by other code"
     probe = _probe.get()
     if probe is None:
-        reason = _recording_obstacle(call) or _obstacle(call.stack, computed(hidden_states), given, padding) or ""
+        reason = _why_not_recording(call) or _why_not(call.stack, computed(hidden_states), given, padding) or ""
     else:
-        reason = probe.kept_because = "asked to" if probe.keep else _argument_obstacle(given, padding) or ""
+        reason = probe.kept_because = "asked to" if probe.keep else _why_not_arguments(given, padding) or ""
     if not reason:
         call.dropped = padding  # from the result at least
         reason = "" if len(padding.ragged.place) else "the batch is nothing but padding"
@@ -222,25 +223,25 @@ def _why_kept(hidden_states: Any, given: dict[str, Any], padding: PaddingMask) -
     return reason
 
 
-def _recording_obstacle(call: _Call) -> str | None:
+def _why_not_recording(call: _Call) -> str | None:
     recorded = call.recorded | outputs_to_record(call.stack)  # which transformers 5 begins within the call
     return f"{' and '.join(f'output_{name}' for name in sorted(recorded))} was asked for" if recorded else None
 
 
-def _obstacle(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str | None:
+def _why_not(stack: nn.Module, hidden_states: Tensor, given: dict[str, Any], padding: PaddingMask) -> str | None:
     reason = (
-        _argument_obstacle(given, padding)
-        or padded_reads.obstacle(stack, padding)
-        or tensor_obstacle(hidden_states)
-        or global_hook_obstacle()
-        or _hook_obstacle(stack)
+        _why_not_arguments(given, padding)
+        or padded_reads.why_not(stack, padding)
+        or why_not_tensors(hidden_states)
+        or why_not_global_hooks()
+        or _why_not_hooks(stack)
     )
     if reason is None and not all(is_ours(layer.__dict__.get("forward")) for layer in _layers(stack) or ()):
         return "its layers have changed"
     return why_changed(_verdicts, stack) if reason is None else reason
 
 
-def _argument_obstacle(given: dict[str, Any], padding: PaddingMask) -> str | None:
+def _why_not_arguments(given: dict[str, Any], padding: PaddingMask) -> str | None:
     if given.get("encoder_hidden_states") is not None:
         return "cross-attention is in use"
     cached = [given[name] for name in _CACHES if given.get(name) is not None]
@@ -261,7 +262,7 @@ def _has_tokens(tensor: Any, padding: PaddingMask) -> bool:
     return tensor.shape[0] in (1, padding.batch) and tensor.shape[1] == padding.length
 
 
-def _hook_obstacle(stack: nn.Module) -> str | None:
+def _why_not_hooks(stack: nn.Module) -> str | None:
     """A hook inside would see ragged shapes; those of the embeddings run before."""
     for part in parts_of(stack):
         if part is not stack and not isinstance(part, nn.Embedding) and has_hook(part):
@@ -336,7 +337,7 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
             bias_name = ".".join(filter(None, (name, part_name)))
             for method, ours in (("forward", biased_attention_forward), ("compute_bias", bias_of_padded_batch)):
                 patches.bind(bias_name, part, method, ours, "distances of the padded batch")
-    attention_config.choose(module, True)
+    config_view.choose(module, True)
     reason = _verdicts.of(module)
     if reason is not None:
         patches.take_back(before)

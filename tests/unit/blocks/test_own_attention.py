@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import cputrain
-from cputrain.layers.attention_mask import hides_nothing, padding_of
+from cputrain.blocks.masks import hides_nothing, padding_of
 from cputrain.padding import PaddingMask
 
 LOWEST = torch.finfo(torch.float32).min

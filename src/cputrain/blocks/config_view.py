@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from cputrain.layers import attention
-from cputrain.layers.patch import Patches
+from cputrain.blocks import attention_registry
+from cputrain.patching.bind import Patches
 
 
 def take_over(model: nn.Module, patches: Patches) -> str | None:
@@ -35,14 +35,14 @@ def take_over(model: nn.Module, patches: Patches) -> str | None:
     compares = next((type(module).__name__ for _, module, _ in _configured(model) if _compares_name(module)), None)
     if compares is not None:
         return f"the code of {compares} does something else if the attention implementation has another name"
-    attention.register()
+    attention_registry.register()
     # A model around a base model makes no masks: its config, which users hand on to other models, stays untouched.
     outer = {id(submodel) for submodel in submodels if submodel.base_model is not submodel}
     views: dict[int, Any] = {}
     for name, module, config in _configured(model):
         if id(module) in outer:
             continue
-        if config._attn_implementation not in attention.STOCK:
+        if config._attn_implementation not in attention_registry.STOCK:
             patches.leave(name, module, f"its attention implementation is {config._attn_implementation}")
             continue
         module.__dict__["config"] = views.setdefault(id(config), _view(config))
@@ -128,11 +128,13 @@ def _view_class(kind: type) -> type:
         @property
         def _attn_implementation_internal(self) -> str:
             stock = self.__dict__["_attn_implementation_internal"]
-            return attention.implementation_name(stock, self._cputrain_ragged) if stock in attention.STOCK else stock
+            if stock not in attention_registry.STOCK:
+                return stock
+            return attention_registry.implementation_name(stock, self._cputrain_ragged)
 
         @_attn_implementation_internal.setter
         def _attn_implementation_internal(self, name: str) -> None:
-            self.__dict__["_attn_implementation_internal"] = attention.stock_name(name)
+            self.__dict__["_attn_implementation_internal"] = attention_registry.stock_name(name)
 
         def __copy__(self) -> Any:
             return copy.copy(self._cputrain_original)

@@ -2,6 +2,9 @@
 
 Models that go through transformers' registry of masks get it from our mask factory. Others (BERT before transformers 5)
 make a matrix that is added to the scores; what it hides is read from it.
+
+A mask that hides keys and nothing else (stock's of a padded batch) is the same for all heads and queries. Our attention
+adds it as one row for each sequence, which stays in the cache, where stock reads a matrix (`key_bias`).
 """
 
 from __future__ import annotations
@@ -11,9 +14,10 @@ from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from cputrain.layers.patch import transform_obstacle
 from cputrain.padding import PaddingMask
+from cputrain.patching.bind import why_not_transform
 
 # What models add to a score to hide it: the lowest value of their dtype, or -inf. Of bf16's, which is above fp32's.
 _HIDDEN = torch.finfo(torch.bfloat16).min
@@ -27,7 +31,7 @@ def make_ragged_mask(stock: str) -> Callable:
 
     def cputrain_mask(*args: Any, **kwargs: Any) -> object:
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
-        if args or torch.compiler.is_compiling() or transform_obstacle() is not None:
+        if args or torch.compiler.is_compiling() or why_not_transform() is not None:
             return factory(*args, **kwargs)
         batch, real = kwargs["batch_size"], kwargs.get("attention_mask")
         length, offset = _queries(kwargs)
@@ -89,4 +93,43 @@ def _is_added(mask: object) -> TypeGuard[Tensor]:
     """Whether it can be looked at, and is a constant of four dimensions; one of booleans isn't added."""
     if not isinstance(mask, Tensor) or type(mask) is not Tensor or mask.dim() != 4 or not mask.is_floating_point():
         return False
-    return mask.is_cpu and not mask.requires_grad and transform_obstacle() is None
+    return mask.is_cpu and not mask.requires_grad and why_not_transform() is None
+
+
+# The rows of masks that were looked at: all layers of a model get the same. By the mask's version, too.
+_known: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+_LOWEST = -1e30  # masks that are added have the lowest value of their dtype, or -inf, at hidden keys
+
+
+def key_bias(mask: object, batch: int, length: int) -> Tensor | None:
+    """What to add to the scores, (batch or 1, 1, 1, keys), or None if the mask says more than which keys are hidden.
+
+    A boolean mask is -inf where it hides a key: a query without any key gets 0, as from stock.
+    """
+    if not isinstance(mask, Tensor) or not _has_shape(mask, batch, length):
+        return None
+    known = _known.get(mask)
+    if known is None or known[0] != mask._version:
+        known = _known[mask] = mask._version, _row(mask)
+    return known[1]
+
+
+def _has_shape(mask: Tensor, batch: int, length: int) -> bool:
+    if type(mask) is not Tensor or mask.dtype not in (torch.bool, torch.float32) or mask.requires_grad:
+        return False
+    if mask.dim() != 4 or not mask.is_cpu or mask.is_inference():
+        return False
+    return (
+        mask.shape[0] in (1, batch) and mask.shape[1] == 1 and mask.shape[2] in (1, length) and mask.shape[3] == length
+    )
+
+
+def _row(mask: Tensor) -> Tensor | None:
+    first = mask[:, :, :1]
+    if mask.shape[2] > 1 and mask.stride(2) and not bool((mask == first).all()):
+        return None
+    if mask.dtype == torch.float32:  # of a row without a key, stock makes what its implementation likes
+        return None if bool((first < _LOWEST).all(-1).any()) else first.contiguous()
+    return torch.zeros(first.shape).masked_fill_(~first, -torch.inf)

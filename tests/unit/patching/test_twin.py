@@ -11,8 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 import cputrain
-from cputrain.layers.signature import repeated_layers, short_twins, signature
-from cputrain.layers.twin import CannotCopy, small_sizes, twin_of
+from cputrain.patching.twin import CannotCopy, repeated_layers, short_twins, signature, small_sizes, twin_of
 
 
 class Layer(nn.Module):

@@ -22,9 +22,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from cputrain.formats import probing
-from cputrain.layers.code_names import unexplained
-from cputrain.layers.signature import signature
-from cputrain.layers.twin import CannotCopy, small_sizes, twin_of
+from cputrain.patching.code_names import unexplained
+from cputrain.patching.twin import CannotCopy, signature, small_sizes, twin_of
 
 # What a module may raise that wants other inputs than its structure suggests: anything. It isn't what we took it for.
 REFUSALS = (Exception,)

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as module_hooks
 
 from cputrain.formats import FP32, Format, Fp32, probing
-from cputrain.layers import autocast
-from cputrain.layers.probe import Formula, difference
 from cputrain.log import mention_once
+from cputrain.patching import autocast
+from cputrain.patching.probe import Formula, difference
 
 # Begins the names of all that cputrain keeps in a module's __dict__ beside methods.
 OWN = "_cputrain_"
@@ -174,12 +174,12 @@ def step_aside(module: nn.Module, reason: str, what: str = AS_STOCK) -> None:
     mention_once(f"{type(module).__name__} {what} in this call: {reason}")
 
 
-def situation_obstacle() -> str | None:
+def why_not_now() -> str | None:
     """Why the kernels can't run now, whatever the tensors."""
-    return "autocast is on" if torch.is_autocast_enabled("cpu") else transform_obstacle()
+    return "autocast is on" if torch.is_autocast_enabled("cpu") else why_not_transform()
 
 
-def transform_obstacle() -> str | None:
+def why_not_transform() -> str | None:
     """Who watches or transforms every operator now, and would not see ours."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "inside a function transform (torch.func)"
@@ -192,7 +192,7 @@ def transform_obstacle() -> str | None:
     return None
 
 
-def tensor_obstacle(*tensors: Tensor | None) -> str | None:
+def why_not_tensors(*tensors: Tensor | None) -> str | None:
     """Why the kernels can't take these tensors now, or None."""
     for tensor in tensors:
         if tensor is None:
@@ -205,21 +205,21 @@ def tensor_obstacle(*tensors: Tensor | None) -> str | None:
             return f"a tensor is on {tensor.device}"
         if tensor.layout is not torch.strided:
             return f"a tensor is {str(tensor.layout).removeprefix('torch.')}"
-    return situation_obstacle()
+    return why_not_now()
 
 
-def linear_obstacle(x: Tensor, *linears: nn.Linear) -> str | None:
+def why_not_linears(x: Tensor, *linears: nn.Linear) -> str | None:
     """Why the kernels can't take x and these layers' parameters now; stock may promote or broadcast an odd bias."""
     parameters = (parameter for linear in linears for parameter in (linear.weight, linear.bias))
-    sizes = (bias_size_obstacle(linear.bias, linear.weight.shape[0]) for linear in linears)
-    return next((reason for reason in sizes if reason), None) or tensor_obstacle(x, *parameters)
+    sizes = (why_not_bias_size(linear.bias, linear.weight.shape[0]) for linear in linears)
+    return next((reason for reason in sizes if reason), None) or why_not_tensors(x, *parameters)
 
 
-def bias_size_obstacle(bias: Tensor | None, out_features: int) -> str | None:
+def why_not_bias_size(bias: Tensor | None, out_features: int) -> str | None:
     return None if bias is None or bias.shape == (out_features,) else f"a bias of shape {tuple(bias.shape)}"
 
 
-def module_obstacle(module: nn.Module, *kinds: type) -> str | None:
+def why_not_module(module: nn.Module, *kinds: type) -> str | None:
     """Why `module` must be called rather than bypassed, or None: it must be exactly of a known class and untouched."""
     if kinds and type(module) not in kinds:
         return f"a part is {type(module).__name__}, not {' or '.join(kind.__name__ for kind in kinds)}"
@@ -268,7 +268,7 @@ def untouched(module: nn.Module, method: str = "forward") -> bool:
     return found is None or getattr(found, "__func__", None) is getattr(type(module), method)
 
 
-def global_hook_obstacle() -> str | None:
+def why_not_global_hooks() -> str | None:
     if module_hooks._has_any_global_hook():
         return "a global module hook is registered"
     return None
@@ -290,9 +290,9 @@ def _recorded_by_wrapper(module: nn.Module) -> set[str]:
     return {inspect.getclosurevars(forward).nonlocals["key"]}
 
 
-def parts_obstacle(parts: Iterable[nn.Module], kind: type) -> str | None:
+def why_not_parts(parts: Iterable[nn.Module], kind: type) -> str | None:
     """The first part that must be called rather than bypassed."""
-    return next((reason for part in parts if (reason := module_obstacle(part, kind))), None)
+    return next((reason for part in parts if (reason := why_not_module(part, kind))), None)
 
 
 def parameter_names(method: Callable) -> list[str]:

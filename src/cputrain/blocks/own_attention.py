@@ -15,27 +15,27 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.blocks import attention_registry as registry
+from cputrain.blocks import config_view
+from cputrain.blocks.masks import hides_nothing
+from cputrain.blocks.residual import why_not_ending
+from cputrain.blocks.self_attention import _alike, _ending, _ends_in_norm, _finish, _head_size, _triple
 from cputrain.formats import probing
-from cputrain.layers import attention as registry
-from cputrain.layers import attention_config
-from cputrain.layers.attention_mask import hides_nothing
-from cputrain.layers.patch import (
-    Patches,
-    format_of,
-    global_hook_obstacle,
-    parameter_names,
-    parts_obstacle,
-    probed,
-    step_aside,
-    tensor_obstacle,
-)
-from cputrain.layers.probe import Formula, difference, dropped, note_attention_dropout
-from cputrain.layers.residual import ending_obstacle
-from cputrain.layers.self_attention import _alike, _ending, _ends_in_norm, _finish, _head_size, _triple
 from cputrain.ops.attention import Sequences
 from cputrain.ops.linear import flat
 from cputrain.ops.self_attention import self_attention
 from cputrain.padding import RaggedTokens, gather, scatter
+from cputrain.patching.bind import (
+    Patches,
+    format_of,
+    parameter_names,
+    probed,
+    step_aside,
+    why_not_global_hooks,
+    why_not_parts,
+    why_not_tensors,
+)
+from cputrain.patching.probe import Formula, difference, dropped, note_attention_dropout
 
 WHAT = "query, key, value as one product; tiled attention with dropout inside"
 
@@ -86,7 +86,7 @@ def _is_plain(module: nn.Module) -> bool:
 def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(_names(type(self).forward)[1:], args, strict=False)) | kwargs
     mask = next((given.pop(name) for name in _MASKS if name in given), None)
-    reason = "its encoder is probed" if probing.get() else _obstacle(self, hidden_states, given)
+    reason = "its encoder is probed" if probing.get() else _why_not(self, hidden_states, given)
     scope = None if reason is not None else _scope(mask, hidden_states)
     if scope is None:
         step_aside(self, reason or "the mask is not plain")
@@ -106,22 +106,22 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
     return (out, None)[:length] if length else out
 
 
-def _obstacle(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | None:
+def _why_not(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | None:
     triple = _triple(module)
     if triple is None or _attention_rate(module) is None or not _is_plain(module):
         return "its parts have changed"
     if x.dim() != 3 or any(options.pop(name, x) is not x for name in ("key", "value")):
         return "it was called with more than hidden states and a mask"
     reason = (
-        parts_obstacle(triple, nn.Linear)
+        why_not_parts(triple, nn.Linear)
         or registry.asked_for(options)
-        or global_hook_obstacle()
-        or tensor_obstacle(x, *(part.weight for part in triple))
+        or why_not_global_hooks()
+        or why_not_tensors(x, *(part.weight for part in triple))
     )
     if reason is None and not _alike(triple):
         return "query, key and value differ in shape or bias"
     if reason is None and _ends_in_norm(module):
-        return ending_obstacle(module.dense, module.output_dropout, module.LayerNorm)
+        return why_not_ending(module.dense, module.output_dropout, module.LayerNorm)
     return reason
 
 
@@ -193,7 +193,7 @@ def _looks_like_self_attention(module: nn.Module) -> bool:
     triple, config = _triple(module), module.__dict__.get("config")
     if triple is None or not all(type(part) is nn.Linear for part in triple) or not _alike(triple):
         return False
-    if attention_config.is_view(config) or getattr(config, "_attn_implementation", "eager") not in registry.STOCK:
+    if config_view.is_view(config) or getattr(config, "_attn_implementation", "eager") not in registry.STOCK:
         return False  # it goes through the registry, or to an implementation that the user has chosen
     names = parameter_names(type(module).forward)
     if not any(names[: len(beginning)] == beginning for beginning in _BEGINNINGS):

@@ -11,9 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from cputrain.layers.probe import REFUSALS, fixed_dropout, quietly, random_rows, rounding_of, same
-from cputrain.layers.signature import short_twins
-from cputrain.layers.twin import CannotCopy
+from cputrain.patching.probe import REFUSALS, fixed_dropout, quietly, random_rows, rounding_of, same
+from cputrain.patching.twin import CannotCopy, short_twins
 
 REAL = torch.tensor([[1, 1, 1, 1, 1], [0, 1, 0, 0, 1]]).bool()
 NOT_THE_SAME = "it doesn't give the same without padding"

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 
-from cputrain.layers.patch import parameter_names
-from cputrain.layers.probe import REFUSALS, fixed_dropout, quietly, random_rows
-from cputrain.layers.signature import short_twins
-from cputrain.layers.twin import CannotCopy
 from cputrain.padding import PaddingMask
+from cputrain.patching.bind import parameter_names
+from cputrain.patching.probe import REFUSALS, fixed_dropout, quietly, random_rows
+from cputrain.patching.twin import CannotCopy, short_twins
 
 # module.__dict__ key of an encoder or stack: the ends of a row at which a head reads padded positions.
 READ = "_cputrain_read_by_heads"
@@ -40,7 +39,7 @@ def noted(dense: Tensor) -> Tensor:
     return dense + terms[-1]
 
 
-def obstacle(encoder: nn.Module, padding: PaddingMask) -> str | None:
+def why_not(encoder: nn.Module, padding: PaddingMask) -> str | None:
     """Why this batch must keep its padding, or None."""
     read = encoder.__dict__.get(READ)
     if not read or padding.real is None:

@@ -12,43 +12,73 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from cputrain.layers import residual
-from cputrain.layers.activations import activation_kind, known_kind
-from cputrain.layers.patch import (
-    Patches,
-    format_of,
-    global_hook_obstacle,
-    linear_obstacle,
-    module_obstacle,
-    parameter_names,
-    parts_obstacle,
-    step_aside,
-)
-from cputrain.layers.probe import Formula, difference, dropped
+from cputrain.blocks import residual
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.feed_forward import feed_forward, feed_forward_norm
 from cputrain.ops.linear import flat, linear
+from cputrain.patching.bind import (
+    Patches,
+    format_of,
+    parameter_names,
+    step_aside,
+    why_not_global_hooks,
+    why_not_linears,
+    why_not_module,
+    why_not_parts,
+)
+from cputrain.patching.probe import Formula, difference, dropped
+
+# Classes of transformers.activations by name, so that transformers need not be imported to recognise them.
+_BY_NAME = {
+    "GELUActivation": "gelu",
+    "PytorchGELUTanh": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "NewGELUActivation": "gelu_tanh",
+    "SiLUActivation": "silu",
+    "ReLU": "relu",
+    "SiLU": "silu",
+}
+
+
+def known_kind(module: nn.Module) -> str:
+    """The kernel's name for an activation that is known to have one."""
+    kind = activation_kind(module)
+    assert kind is not None
+    return kind
+
+
+def activation_kind(module: nn.Module) -> str | None:
+    """The kernel's name for this activation, or None."""
+    if not isinstance(module, nn.Module):
+        return None
+    if type(module) is nn.GELU:
+        return "gelu" if module.approximate == "none" else "gelu_tanh"
+    home = type(module).__module__
+    if not (home.startswith("torch.nn.") or home == "transformers.activations"):
+        return None
+    return _BY_NAME.get(type(module).__name__)
+
 
 # ---- linear + activation -------------------------------------------------------------------------------------------
 
 
-def _activation_obstacle(module: nn.Module) -> str | None:
+def _why_not_activation(module: nn.Module) -> str | None:
     if activation_kind(module) is None:
         return f"the activation is {type(module).__name__}"
-    return module_obstacle(module)
+    return why_not_module(module)
 
 
-def _intermediate_obstacle(module: nn.Module, x: Tensor) -> str | None:
+def _why_not_intermediate(module: nn.Module, x: Tensor) -> str | None:
     return (
-        module_obstacle(module.dense, nn.Linear)
-        or _activation_obstacle(module.intermediate_act_fn)
-        or global_hook_obstacle()
-        or linear_obstacle(x, module.dense)
+        why_not_module(module.dense, nn.Linear)
+        or _why_not_activation(module.intermediate_act_fn)
+        or why_not_global_hooks()
+        or why_not_linears(x, module.dense)
     )
 
 
 def intermediate_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tensor:
-    reason = _intermediate_obstacle(self, hidden_states)
+    reason = _why_not_intermediate(self, hidden_states)
     if reason is not None:
         step_aside(self, reason)
         return stock(hidden_states)
@@ -77,17 +107,17 @@ def _intermediate_formula(module: nn.Module) -> Formula | None:
 # ---- intermediate + output of the BERT family ----------------------------------------------------------------------
 
 
-def _chunk_obstacle(layer: nn.Module, x: Tensor) -> str | None:
+def _why_not_chunk(layer: nn.Module, x: Tensor) -> str | None:
     return (
-        module_obstacle(layer.intermediate)
-        or module_obstacle(layer.output)
-        or _intermediate_obstacle(layer.intermediate, x)
-        or residual.obstacle(layer.output, x, x)
+        why_not_module(layer.intermediate)
+        or why_not_module(layer.output)
+        or _why_not_intermediate(layer.intermediate, x)
+        or residual.why_not(layer.output, x, x)
     )
 
 
 def chunk_forward(self: nn.Module, stock: Callable, attention_output: Tensor) -> Tensor:
-    reason = _chunk_obstacle(self, attention_output)
+    reason = _why_not_chunk(self, attention_output)
     if reason is not None:
         step_aside(self, reason)
         return stock(attention_output)
@@ -152,11 +182,11 @@ def mlp_forward(self: nn.Module, stock: Callable, hidden_states: Tensor) -> Tens
     if parts is not None:
         up, activation, down, dropout = parts
         reason = (
-            parts_obstacle((up, down), nn.Linear)
-            or module_obstacle(activation)
-            or (dropout and module_obstacle(dropout))
-            or global_hook_obstacle()
-            or linear_obstacle(hidden_states, up, down)
+            why_not_parts((up, down), nn.Linear)
+            or why_not_module(activation)
+            or (dropout and why_not_module(dropout))
+            or why_not_global_hooks()
+            or why_not_linears(hidden_states, up, down)
         )
     if reason is not None:
         step_aside(self, reason)

@@ -15,13 +15,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from cputrain.blocks.masks import key_bias, make_ragged_mask
 from cputrain.formats import probing
-from cputrain.layers.attention_mask import make_ragged_mask
-from cputrain.layers.key_mask import key_bias
-from cputrain.layers.patch import outputs_to_record, tensor_obstacle
-from cputrain.layers.probe import attention_noted, note_attention_dropout
 from cputrain.ops.attention import Sequences, attention
 from cputrain.padding import PaddingMask, RaggedTokens, gather_heads, scatter_heads
+from cputrain.patching.bind import outputs_to_record, why_not_tensors
+from cputrain.patching.probe import attention_noted, note_attention_dropout
 
 SMALLEST_HEAD, LARGEST_HEAD = 8, 256
 
@@ -86,7 +85,7 @@ def asked_for(options: dict[str, Any]) -> str | None:
     return f"it was called with {', '.join(sorted(unknown))}" if unknown else None
 
 
-def obstacle(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> str | None:
+def why_not(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> str | None:
     """Why stock's attention must run."""
     if "attentions" in outputs_to_record(module):
         return "attention weights were asked for"
@@ -94,10 +93,10 @@ def obstacle(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, optio
         return "queries and keys differ in length (a cache or cross-attention)"
     if not SMALLEST_HEAD <= query.shape[3] <= LARGEST_HEAD or query.shape[3] != value.shape[3]:
         return f"heads of {query.shape[3]} and {value.shape[3]}"
-    return asked_for(options) or tensor_obstacle(query, key, value)
+    return asked_for(options) or why_not_tensors(query, key, value)
 
 
-def bias_obstacle(bias: Tensor, query: Tensor, mask: object) -> str | None:
+def why_not_bias(bias: Tensor, query: Tensor, mask: object) -> str | None:
     """Why our attention can't add this bias, which is one of the padded batch."""
     ragged = mask if isinstance(mask, RaggedTokens) else None
     batch, length = (query.shape[0], query.shape[2]) if ragged is None else (ragged.batch, ragged.length)
@@ -105,7 +104,7 @@ def bias_obstacle(bias: Tensor, query: Tensor, mask: object) -> str | None:
         return f"a bias of {tuple(bias.shape)}"
     if ragged is not None and not ragged.begins_rows:
         return "a bias, where padding stands before tokens"
-    return tensor_obstacle(bias)
+    return why_not_tensors(bias)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -146,9 +145,9 @@ def make_attention(stock: str) -> Callable:
         if not torch.compiler.is_compiling():
             dropout = note_attention_dropout(dropout)
             batch, heads, length, size = query.shape
-            reason = obstacle(module, query, key, value, options)
+            reason = why_not(module, query, key, value, options)
             if reason is None and position_bias is not None:
-                reason = bias_obstacle(position_bias, query, attention_mask)
+                reason = why_not_bias(position_bias, query, attention_mask)
             if reason is None:
                 scope = scope_of(attention_mask, module, batch, length, is_causal, stock)
         if scope is not None and (position_bias is None or scope.key_bias is None):

@@ -11,22 +11,22 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from cputrain.layers import attention as registry
-from cputrain.layers.patch import (
-    Patches,
-    format_of,
-    global_hook_obstacle,
-    linear_obstacle,
-    outputs_to_record,
-    parameter_names,
-    parts_obstacle,
-    step_aside,
-)
-from cputrain.layers.probe import Formula, dropped, note_attention_dropout
-from cputrain.layers.residual import dropout_rate, ending_obstacle
+from cputrain.blocks import attention_registry as registry
+from cputrain.blocks.residual import dropout_rate, why_not_ending
 from cputrain.ops.linear import flat
 from cputrain.ops.residual_block import residual_block
 from cputrain.ops.self_attention import self_attention
+from cputrain.patching.bind import (
+    Patches,
+    format_of,
+    outputs_to_record,
+    parameter_names,
+    step_aside,
+    why_not_global_hooks,
+    why_not_linears,
+    why_not_parts,
+)
+from cputrain.patching.probe import Formula, dropped, note_attention_dropout
 
 _TRIPLES = (("query", "key", "value"), ("q_lin", "k_lin", "v_lin"), ("q_proj", "k_proj", "v_proj"))
 _OUTPUTS = ("out_lin", "o_proj", "out_proj")
@@ -67,7 +67,7 @@ def _head_size(module: nn.Module) -> int:
     return getattr(module, "attention_head_size", None) or module.head_dim
 
 
-def _obstacle(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
+def _why_not(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
     triple = _triple(module)
     if triple is None or _attention_rate(module) is None:
         return "its parts have changed"
@@ -76,15 +76,15 @@ def _obstacle(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]
     if "attentions" in outputs_to_record(module):
         return "attention weights were asked for"
     reason = (
-        parts_obstacle(triple, nn.Linear)
+        why_not_parts(triple, nn.Linear)
         or registry.asked_for(options)
-        or global_hook_obstacle()
-        or linear_obstacle(x, *triple)  # type: ignore[arg-type]
+        or why_not_global_hooks()
+        or why_not_linears(x, *triple)  # type: ignore[arg-type]
     )
     if reason is None and not _alike(triple):
         return "query, key and value differ in shape or bias"
     if reason is None and _ends_in_norm(module):
-        return ending_obstacle(module.dense, module.output_dropout, module.LayerNorm)
+        return why_not_ending(module.dense, module.output_dropout, module.LayerNorm)
     return reason
 
 
@@ -95,7 +95,7 @@ def _alike(triple: list[nn.Module]) -> bool:
 def fused_forward(
     self: nn.Module, stock: Callable, hidden_states: Tensor, attention_mask: Any = None, *args: Any, **kwargs: Any
 ) -> tuple[Tensor, Tensor | None]:
-    reason = _obstacle(self, hidden_states, args, kwargs)
+    reason = _why_not(self, hidden_states, args, kwargs)
     scope = None
     if reason is None:
         batch, length = hidden_states.shape[:2]

@@ -8,27 +8,26 @@ from typing import Any
 import torch
 from torch import nn
 
-from cputrain.layers import (
-    attention_config,
-    autocast,
-    embeddings,
+from cputrain.blocks import (
+    config_view,
+    embedding,
     encoder,
-    feed_forward,
-    heads,
+    head,
     leaves,
+    mlp,
     own_attention,
-    padded_reads,
     residual,
     self_attention,
     stack,
 )
-from cputrain.layers.attention_config import is_transformers_model
-from cputrain.layers.patch import Patches, is_ours, parameter_names, untouched
-from cputrain.layers.probe import remembering
+from cputrain.blocks.config_view import is_transformers_model
+from cputrain.patching import autocast, padded_reads
+from cputrain.patching.bind import Patches, is_ours, parameter_names, untouched
+from cputrain.patching.probe import remembering
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
-_PIECES = (embeddings, self_attention, own_attention, feed_forward, residual)
+_PIECES = (embedding, self_attention, own_attention, mlp, residual)
 
 
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:
@@ -102,9 +101,9 @@ def take_over_encoders(model: nn.Module, patches: Patches) -> bool:
         take_over = stack.take_over if is_stack else encoder.take_over
         (taken if take_over(name, module, patches) else others).append(module)
         inside.update(id(part) for part in module.modules())
-    attention_config.choose(model, bool(taken))
-    heads.take_over_spans(model, patches)
-    heads.take_over_tokens(model, taken, others, patches)
+    config_view.choose(model, bool(taken))
+    head.take_over_spans(model, patches)
+    head.take_over_tokens(model, taken, others, patches)
     if taken:
         padded_reads.note_reads(model, [part for part in model.modules() if is_transformers_model(part)], taken)
     return bool(taken)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from cputrain.layers.activations import activation_kind, known_kind
-from cputrain.layers.patch import Patches, bias_size_obstacle, format_of, step_aside, tensor_obstacle, untouched
+from cputrain.blocks.mlp import activation_kind, known_kind
 from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.linear import flat, linear
 from cputrain.ops.norm import layer_norm
+from cputrain.patching.bind import Patches, format_of, step_aside, untouched, why_not_bias_size, why_not_tensors
 from cputrain.stand_in import computed
 
 # Below this many elements a stock call is over before ours has checked its arguments.
@@ -27,7 +27,7 @@ def dropout_forward(self: nn.Dropout, stock: Callable, input: Tensor) -> Tensor:
     input = computed(input)
     if not self.training or self.p == 0 or self.inplace or input.numel() < WORTHWHILE or input.dim() == 0:
         return stock(input)
-    reason = tensor_obstacle(input)
+    reason = why_not_tensors(input)
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
@@ -38,7 +38,7 @@ def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Te
     input = computed(input)
     if input.numel() < WORTHWHILE or input.shape[-1:] != self.normalized_shape:
         return stock(input)
-    reason = tensor_obstacle(input, self.weight, self.bias)
+    reason = why_not_tensors(input, self.weight, self.bias)
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
@@ -48,7 +48,7 @@ def layer_norm_forward(self: nn.LayerNorm, stock: Callable, input: Tensor) -> Te
 def activation_forward(self: nn.Module, stock: Callable, input: Tensor) -> Tensor:
     if input.numel() < WORTHWHILE or getattr(self, "inplace", False):
         return stock(input)
-    reason = tensor_obstacle(input)
+    reason = why_not_tensors(input)
     if reason is not None:
         step_aside(self, reason)
         return stock(input)
@@ -72,7 +72,7 @@ def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) ->
     small = out_features < FEWEST_FEATURES or input.numel() * out_features < WORTHWHILE_PRODUCT
     if format.is_stock or small or input.shape[-1] != in_features:
         return stock(input)
-    reason = tensor_obstacle(input, module.weight, module.bias) or bias_size_obstacle(module.bias, out_features)
+    reason = why_not_tensors(input, module.weight, module.bias) or why_not_bias_size(module.bias, out_features)
     if reason is not None:
         step_aside(module, reason)
         return stock(input)
