@@ -16,7 +16,7 @@ from tests.integrations.test_trainer import SIDES, assert_same_history, history,
 
 __all__ = ["keep_padding"]  # a fixture, for all tests here too
 OLDEST = "4.48"
-PARITY_SAMPLE = 120
+PARITY_SAMPLE = 60
 MOST_SKIPS = 7  # in the whole suite, on the oldest: six models that it doesn't have, and one thing that it can't do
 SUITES = ("test_flags.py", "test_trainer.py", "test_accelerator.py", "test_balance.py")
 SAVE = """
