@@ -2,7 +2,6 @@
 //
 // Data passes in chunks that stay in the cache from the rank that writes them to the ranks that
 // read them: for 64 MB that is 3.5 times as fast as copying everything first.
-#include "reduction.h"
 #include "segment.h"
 #include "zeros.h"
 
@@ -16,14 +15,29 @@ inline int64_t rounds_for(int64_t bytes, int64_t per_round) {
 // Up to this size every rank reads everything: one round less is worth more than the reading.
 constexpr int64_t kDirectBytes = 32 * 1024;
 
+// Bytes of an element, or 0 for a dtype that can't be reduced.
+inline int64_t element_bytes(int64_t dtype) {
+  static const int8_t bytes[] = {1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16};
+  return dtype >= 0 && dtype < (int64_t)sizeof bytes ? bytes[dtype] : 0;
+}
+
 struct Reduction {
+  CclReduce reduce;
   int64_t dtype, kind, element;
+
+  Reduction(const Member& m, const CclCollective& c)
+      : reduce(m.reduction()), dtype(c.dtype), kind(c.reduction), element(element_bytes(c.dtype)) {}
+  void run(const Member& m, char* out, const char* const* sources, int64_t bytes) const {
+    int64_t known;  // it is: Python asks before any rank waits
+    reduce(dtype, kind, out, reinterpret_cast<const void* const*>(sources), m.ranks(),
+           bytes / element, m.ranks(), &known);
+  }
 };
 
 // Reduces a range of a chunk that all others have shown into this rank's own, page by page where
 // a rank's is zeros.
 void reduce_shown(const Member& m, char* mine, int64_t first, int64_t last, const Reduction& how) {
-  const char* sources[kMostRanks];
+  const char* sources[kCclMostRanks];
   const auto is_shown = [&](int64_t page) {
     for (int64_t r = 0; r < m.ranks(); r++)
       if (r != m.rank() && is_left_out(m.slot(r), page)) return false;
@@ -41,8 +55,7 @@ void reduce_shown(const Member& m, char* mine, int64_t first, int64_t last, cons
       zeros &= !others || left_out;
     }
     if (zeros && are_zeros(mine + begin, end - begin)) continue;  // whatever the reduction is
-    reduce(how.dtype, how.kind, mine + begin, sources, m.ranks(), (end - begin) / how.element,
-           m.ranks());
+    how.run(m, mine + begin, sources, end - begin);
   }
 }
 
@@ -124,7 +137,7 @@ bool reduce_in_parts(Member& m, const CclCollective& c, const Reduction& how) {
 }
 
 bool all_reduce(Member& m, const CclCollective& c) {
-  const Reduction how = {c.dtype, c.reduction, element_bytes(c.dtype)};
+  const Reduction how(m, c);
   m.begin(c.operation, c.dtype, c.reduction, c.root, c.bytes);
   if (m.ranks() == 2 || c.root >= 0 || c.bytes <= kDirectBytes) return reduce_directly(m, c, how);
   return reduce_in_parts(m, c, how);
@@ -132,8 +145,8 @@ bool all_reduce(Member& m, const CclCollective& c) {
 
 // Rank r receives the reduction of everybody's part r; a slot holds a piece of every part.
 bool reduce_scatter(Member& m, const CclCollective& c) {
-  const char* sources[kMostRanks];
-  const Reduction how = {c.dtype, c.reduction, element_bytes(c.dtype)};
+  const char* sources[kCclMostRanks];
+  const Reduction how(m, c);
   const int64_t bytes = c.bytes, piece = kSlot / m.ranks() / 64 * 64;
   m.begin(c.operation, c.dtype, c.reduction, c.root, c.bytes);
   for (int64_t begin = 0; begin < bytes || begin == 0; begin += piece) {
@@ -147,8 +160,7 @@ bool reduce_scatter(Member& m, const CclCollective& c) {
     for (int64_t r = 0; r < m.ranks(); r++)
       sources[r] = r == m.rank() ? static_cast<const char*>(c.parts[r]) + begin
                                  : m.slot(r) + m.rank() * piece;
-    reduce(how.dtype, how.kind, static_cast<char*>(c.output) + begin, sources, m.ranks(),
-           size / how.element, m.ranks());
+    how.run(m, static_cast<char*>(c.output) + begin, sources, size);
     m.close_round();
   }
   return true;
@@ -216,16 +228,16 @@ bool exchange(Member& m, const CclCollective& c) {
 
 }  // namespace
 
-void KERNEL(ccl_segment_bytes)(int64_t ranks, int64_t* bytes) { *bytes = Layout{ranks}.end(); }
+void cputrain_ccl_segment_bytes(int64_t ranks, int64_t* bytes) { *bytes = Layout{ranks}.end(); }
 
-void KERNEL(ccl_leave)(CclGroup* group) {
+void cputrain_ccl_leave(CclGroup* group) {
   CclStatus status;
   Member m(group, &status, 0);
   Control* control = m.control(m.rank());
   __atomic_store_n(&control->left, 1, __ATOMIC_SEQ_CST);
 }
 
-void KERNEL(ccl_absent)(CclGroup* group, int64_t* absent) {
+void cputrain_ccl_absent(CclGroup* group, int64_t* absent) {
   CclStatus status;
   Member m(group, &status, 0);
   const uint32_t mine = load_acquire(&m.control(m.rank())->posted.value);
@@ -233,20 +245,14 @@ void KERNEL(ccl_absent)(CclGroup* group, int64_t* absent) {
     absent[r] = !reached(load_acquire(&m.control(r)->posted.value), mine);
 }
 
-void KERNEL(ccl_report)(CclGroup* group, int64_t kind, int64_t culprit) {
+void cputrain_ccl_report(CclGroup* group, int64_t kind, int64_t culprit) {
   CclStatus status;
   Member m(group, &status, 0);
   m.fail(kind, culprit);
 }
 
-void KERNEL(ccl_reduce)(int64_t dtype, int64_t reduction, void* out, const void* const* sources,
-                        int64_t ranks, int64_t count, int64_t divisor, int64_t* known) {
-  *known = reduce(dtype, reduction, static_cast<char*>(out),
-                  reinterpret_cast<const char* const*>(sources), ranks, count, divisor);
-}
-
-void KERNEL(ccl_collective)(CclGroup* group, const CclCollective* collective, CclStatus* status,
-                            int64_t timeout_ns) {
+void cputrain_ccl_collective(CclGroup* group, const CclCollective* collective, CclStatus* status,
+                             int64_t timeout_ns) {
   Member m(group, status, timeout_ns);
   switch (collective->way) {
     case kCclReduceAll:

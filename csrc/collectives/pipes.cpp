@@ -14,8 +14,8 @@ void in_ring(uint32_t at, int64_t size, Copy copy) {
 
 }  // namespace
 
-void KERNEL(ccl_send)(CclGroup* group, int64_t peer, const void* data, int64_t bytes,
-                      CclStatus* status, int64_t timeout_ns) {
+void cputrain_ccl_send(CclGroup* group, int64_t peer, const void* data, int64_t bytes,
+                       CclStatus* status, int64_t timeout_ns) {
   Member m(group, status, timeout_ns);
   if (m.failed_elsewhere()) return;
   Pipe* pipe = m.pipe(m.rank(), peer);
@@ -36,8 +36,8 @@ void KERNEL(ccl_send)(CclGroup* group, int64_t peer, const void* data, int64_t b
   }
 }
 
-void KERNEL(ccl_receive)(CclGroup* group, int64_t peer, void* data, int64_t bytes,
-                         CclStatus* status, int64_t timeout_ns) {
+void cputrain_ccl_receive(CclGroup* group, int64_t peer, void* data, int64_t bytes,
+                          CclStatus* status, int64_t timeout_ns) {
   Member m(group, status, timeout_ns);
   if (m.failed_elsewhere()) return;
   Pipe* pipe = m.pipe(peer, m.rank());
@@ -58,7 +58,7 @@ void KERNEL(ccl_receive)(CclGroup* group, int64_t peer, void* data, int64_t byte
   }
 }
 
-void KERNEL(ccl_readable)(CclGroup* group, int64_t peer, int64_t* readable) {
+void cputrain_ccl_readable(CclGroup* group, int64_t peer, int64_t* readable) {
   CclStatus status;
   Member m(group, &status, 0);
   Pipe* pipe = m.pipe(peer, m.rank());

@@ -17,7 +17,8 @@
 #include <cstring>
 #include <initializer_list>
 
-#include "api.h"
+#include "api_collectives.h"
+#include "kernels/simd.h"
 
 namespace {
 
@@ -112,6 +113,7 @@ class Member {
 
   int64_t rank() const { return group_->rank; }
   int64_t ranks() const { return group_->ranks; }
+  CclReduce reduction() const { return group_->reduce; }
   char* base() const { return static_cast<char*>(group_->base); }
   Preamble* preamble() const { return reinterpret_cast<Preamble*>(base()); }
   Control* control(int64_t rank) const {
@@ -287,7 +289,7 @@ class Member {
         if (vain) remember(vain / 2);
         return true;
       }
-      __builtin_ia32_pause();
+      pause_spinning();
     }
     const uint32_t more = vain < 6 ? vain + 1 : vain;
     remember(more < 3 ? more : more | 16u << more);

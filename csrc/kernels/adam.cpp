@@ -7,6 +7,7 @@
 
 #include "api.h"
 #include "multi_tensor.h"
+#include "simd.h"
 
 namespace {
 

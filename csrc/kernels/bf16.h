@@ -6,19 +6,9 @@
 
 namespace {
 
-struct Bf16 {
-  uint16_t bits;
-};
+typedef Word Bf16;
 
-inline Vec load(const Bf16* p) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
-#elif defined(__AVX2__)
-  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16);
-#else
-  return (Vec)_mm_unpacklo_epi16(_mm_setzero_si128(), _mm_loadl_epi64((const __m128i*)p));
-#endif
-}
+inline Vec load(const Bf16* p) { return (Vec)load_upper_words(p); }
 
 // Rounded to nearest, ties to even; a NaN becomes the one of all bits, which costs no selection.
 inline VecU bf16_bits(Vec v) {
@@ -27,18 +17,7 @@ inline VecU bf16_bits(Vec v) {
   return (raised | (VecU)(v != v)) >> 16;
 }
 
-inline void store(Bf16* p, Vec v) {
-  const VecU bits = bf16_bits(v);
-#if defined(__AVX512F__)
-  _mm256_storeu_si256((__m256i*)p, _mm512_maskz_cvtepi32_epi16(0xffff, (__m512i)bits));
-#elif defined(__AVX2__)
-  const __m256i packed = _mm256_packus_epi32((__m256i)bits, (__m256i)bits);  // within each half
-  const __m256i joined = _mm256_permute4x64_epi64(packed, 0x08);
-  _mm_storeu_si128((__m128i*)p, _mm256_castsi256_si128(joined));
-#else
-  for (int i = 0; i < kWidth; i++) p[i].bits = (uint16_t)bits[i];
-#endif
-}
+inline void store(Bf16* p, Vec v) { store_lower_words(p, bf16_bits(v)); }
 
 // The first n < kWidth elements; the rest are zero.
 inline Vec load_part(const Bf16* p, int n) {

@@ -47,18 +47,6 @@ struct Part {
   Vec only(Vec v) const { return select((VecI)lane_numbers() < count, v, Vec{}); }
 };
 
-// Ask for the cache line at p, to read or to write. The passes over a row that is in the cache
-// already would leave the memory idle: they use the time to fetch the next row. A store to memory
-// that isn't in the cache reads it first, and few such stores can wait at a time: asked for one row
-// early, gradients of two outputs took 0.6 of the time (Emerald Rapids). Beyond the end of an array
-// both do nothing, and so does prefetchw on a CPU without it. Always inline: GCC 12 takes a
-// function that only prefetches for one without effect, and drops the call.
-INLINE_BODY inline void fetch(const void* p) { _mm_prefetch((const char*)p, _MM_HINT_T0); }
-template <class T>
-INLINE_BODY inline void fetch_to_write(T* p) {
-  asm volatile("prefetchw %0" : : "m"(*p));
-}
-
 inline float sum_of_chains(const Vec* sums) {
   return sum((sums[0] + sums[1]) + (sums[2] + sums[3]));
 }

@@ -2,24 +2,9 @@
 // clip_grad_norm_.
 #include "api.h"
 #include "multi_tensor.h"
+#include "simd.h"
 
 namespace {
-
-// A register of doubles, widened straight from memory: that spares the shuffle which the upper half
-// of a register of floats would need. (gcc's __builtin_convertvector works in halves and is half as
-// fast.)
-constexpr int kDoubles = kWidth / 2;
-typedef double Doubles __attribute__((vector_size(kDoubles * 8)));
-
-inline Doubles load_wide(const float* x) {
-#if defined(__AVX512F__)
-  return (Doubles)_mm512_maskz_cvtps_pd(0xff, _mm256_loadu_ps(x));
-#elif defined(__AVX2__)
-  return (Doubles)_mm256_cvtps_pd(_mm_loadu_ps(x));
-#else
-  return (Doubles)_mm_cvtps_pd(_mm_castsi128_ps(_mm_loadl_epi64((const __m128i*)x)));
-#endif
-}
 
 // In double, where the square of a float is exact and neither over- nor underflows.
 double sum_of_squares(const float* x, int64_t size) {

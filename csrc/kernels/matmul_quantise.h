@@ -63,15 +63,4 @@ inline BlockScale scale_of(Vec squares, Vec largest, Vec before) {
   return {before, inverse, finite * after};
 }
 
-// To the nearest integer, ties to even, in one instruction.
-inline VecI round_nearest(Vec v) {
-#if defined(__AVX512F__)
-  return (VecI)_mm512_maskz_cvtps_epi32(0xffff, (__m512)v);
-#elif defined(__AVX2__)
-  return (VecI)_mm256_cvtps_epi32((__m256)v);
-#else
-  return (VecI)_mm_cvtps_epi32((__m128)v);
-#endif
-}
-
 }  // namespace

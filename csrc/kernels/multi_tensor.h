@@ -7,7 +7,6 @@
 #include <cstdint>
 
 #include "scratch.h"
-#include "simd.h"
 
 namespace {
 
@@ -54,32 +53,6 @@ void for_each_block(const Blocks& blocks, Visit visit) {
     const int64_t left = blocks.sizes[tensor] - begin;
     visit(block, tensor, begin, begin + (left < kBlock ? left : kBlock));
   }
-}
-
-// Numbers below 1.2e-38 count as zero while this lives, if asked. The moments of parameters that
-// get no gradient (rows of an embedding) decay into that range and stay there, where Intel's
-// multipliers take an assist of about 150 cycles per instruction.
-class FlushDenormals {
- public:
-  explicit FlushDenormals(bool wanted) : before_(_mm_getcsr()) {
-    if (wanted) _mm_setcsr(before_ | 0x8040);  // flush-to-zero and denormals-are-zero
-  }
-  ~FlushDenormals() { _mm_setcsr(before_); }
-
- private:
-  unsigned before_;
-};
-
-// a · b + c with one rounding where there is an instruction for it. The optimizers are compiled
-// without contraction and say where stock PyTorch rounds once.
-inline Vec fused_multiply_add(Vec a, Vec b, Vec c) {
-#if defined(__AVX512F__)
-  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
-  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
-#else
-  return a * b + c;
-#endif
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // torch.optim.sgd._single_tensor_sgd, operation by operation (see adam.cpp on rounding).
 #include "api.h"
 #include "multi_tensor.h"
+#include "simd.h"
 
 namespace {
 

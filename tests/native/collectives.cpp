@@ -1,6 +1,8 @@
-// Runs the collectives under ThreadSanitizer, with ranks as threads that share ordinary memory.
+// Runs the collectives, with ranks as threads that share ordinary memory: under ThreadSanitizer, or
+// for another CPU.
 //
 //   sanitize_collectives [rounds] [seed]
+//   portable_collectives [rounds] [seed]
 //
 // A round is a group of some ranks, a series of random collectives whose results are checked, and
 // an end: proper, or one of those that must reach every rank.
@@ -14,6 +16,7 @@
 #include <vector>
 
 #include "api.h"
+#include "api_collectives.h"
 
 namespace {
 
@@ -64,11 +67,12 @@ struct Rank {
   int64_t number = 0;  // of the collective
 
   Rank(void* base, int64_t rank, int64_t ranks, int64_t spin, uint64_t seed)
-      : group{base, nullptr, nullptr, rank, ranks, spin, 0, 0, 0, 0, {}}, plan(seed) {}
+      : group{base, nullptr, nullptr, KERNEL(ccl_reduce), rank, ranks, spin, 0, 0, 0, 0, {}},
+        plan(seed) {}
 
   CclStatus call(const CclCollective& collective) {
     CclStatus status;
-    KERNEL(ccl_collective)(&group, &collective, &status, kPatience);
+    cputrain_ccl_collective(&group, &collective, &status, kPatience);
     return status;
   }
   std::vector<float> data(int64_t count, int64_t rank) const {
@@ -177,12 +181,12 @@ struct Rank {
     CclStatus sent, received;
     CclGroup sender = group;  // as native_calls.py: another thread of this rank, with its own copy
     std::thread sending(
-        [&] { KERNEL(ccl_send)(&sender, right, mine.data(), count * 4, &sent, kPatience); });
-    KERNEL(ccl_receive)(&group, left, found.data(), count * 4, &received, kPatience);
+        [&] { cputrain_ccl_send(&sender, right, mine.data(), count * 4, &sent, kPatience); });
+    cputrain_ccl_receive(&group, left, found.data(), count * 4, &received, kPatience);
     sending.join();
     int64_t readable = -1;
     expect(sent.kind == kCclDone && received.kind == kCclDone, "send or receive failed");
-    KERNEL(ccl_readable)(&group, left, &readable);
+    cputrain_ccl_readable(&group, left, &readable);
     expect(readable == 0 || readable == 1, "readable");
     for (int64_t i = 0; i < count; i++)
       expect(found[i] == value(number, left, i), "what was received is wrong");
@@ -220,7 +224,7 @@ struct Rank {
     const bool guilty = group.rank == culprit;
     if (group.ranks == 1 || way == 0) {
       barrier();
-      KERNEL(ccl_leave)(&group);
+      cputrain_ccl_leave(&group);
       return;
     }
     CclStatus status = {};
@@ -229,13 +233,13 @@ struct Rank {
       expect(status.kind == kCclMismatch, "a mismatch wasn't found");
     } else if (way == 2) {  // leaves, while others wait
       if (guilty)
-        KERNEL(ccl_leave)(&group);
+        cputrain_ccl_leave(&group);
       else
         status = barrier();
       expect(guilty || status.kind == kCclLeft, "that a rank left wasn't found");
     } else if (way == 3) {  // somebody from outside ends the group
       if (guilty)
-        KERNEL(ccl_report)(&group, kCclDied, group.ranks);
+        cputrain_ccl_report(&group, kCclDied, group.ranks);
       else
         status = barrier();
       expect(guilty || status.kind == kCclDied, "a report from outside wasn't found");
@@ -245,7 +249,7 @@ struct Rank {
       aborting.join();
       expect(status.kind == kCclAborted || status.kind == kCclLeft, "abort");
     } else {
-      KERNEL(ccl_leave)(&group);
+      cputrain_ccl_leave(&group);
     }
   }
 };
@@ -254,7 +258,7 @@ void run_round(uint64_t seed) {
   Plan plan(seed);
   const int64_t ranks = 1 + plan.below(4), spin = plan.below(2) * 1000;
   int64_t bytes = 0;
-  KERNEL(ccl_segment_bytes)(ranks, &bytes);
+  cputrain_ccl_segment_bytes(ranks, &bytes);
   void* base = aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   memset(base, 0, bytes);
   std::vector<std::thread> threads;

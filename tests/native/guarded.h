@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "api.h"  // compiled with CPUTRAIN_ISA=portable: the types are the same for every other
+#include "api_collectives.h"
 
 // Where the driver is, for its last words.
 struct Position {
@@ -163,13 +164,17 @@ class Same {
   bool complete_ = false;
 };
 
+// Instruction sets that this program was linked with and this CPU has.
 inline std::vector<std::string> runnable() {
   std::vector<std::string> found = {"portable"};
+#if defined(__x86_64__)
   __builtin_cpu_init();
-  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) found.push_back("avx2");
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
-    found.push_back("avx512");
+  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                          __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  if (has_avx2 && dlsym(RTLD_DEFAULT, "cputrain_dropout_avx2")) found.push_back("avx2");
+  if (has_avx512 && dlsym(RTLD_DEFAULT, "cputrain_dropout_avx512")) found.push_back("avx512");
+#endif
   return found;
 }
 // body(same) for every instruction set, whose results `same` compares.

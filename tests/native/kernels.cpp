@@ -1,6 +1,8 @@
-// Runs every kernel over random shapes under AddressSanitizer and UndefinedBehaviorSanitizer.
+// Runs every kernel over random shapes: under AddressSanitizer and UndefinedBehaviorSanitizer, or
+// for another CPU.
 //
 //   sanitize_kernels [shapes] [seed] [first shape]
+//   portable_kernels [shapes] [seed] [first shape]
 //
 // A failure names the shape and the seed; given both, with `shapes` 1, it is repeated alone.
 #include <omp.h>

@@ -3,7 +3,7 @@
 
 namespace {
 
-constexpr int kInt32 = 4, kFloat32 = 11, kDtypes = 15, kReductions = 9;
+constexpr int kDtypes = 15, kReductions = 9;
 const int64_t kBytes[kDtypes] = {1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16};
 
 }  // namespace
@@ -18,7 +18,7 @@ void check_reductions(Random& random) {
   for (int64_t r = 0; r < ranks; r++) {
     sources.push_back(new Guarded<char>(bytes));
     for (int64_t i = 0; i < bytes; i++) (*sources[r])[i] = (char)random.bits();
-    for (int64_t i = 0; dtype == kFloat32 && i < count; i++)
+    for (int64_t i = 0; dtype == kCclFloat32 && i < count; i++)
       ((float*)sources[r]->data())[i] = random.normal();
     pointers.push_back(sources[r]->data());
   }
@@ -33,12 +33,13 @@ void check_reductions(Random& random) {
       uint32_t integers = 0;
       double floats = 0;
       for (const void* source : pointers)
-        if (dtype == kInt32)
+        if (dtype == kCclInt32)
           integers += ((const uint32_t*)source)[i];
-        else if (dtype == kFloat32)
+        else if (dtype == kCclFloat32)
           floats += ((const float*)source)[i];
-      if (dtype == kInt32) expect(((uint32_t*)out.data())[i] == integers, "sum of int32");
-      if (dtype == kFloat32) expect(near(((float*)out.data())[i], floats, 1e-5), "sum of float32");
+      if (dtype == kCclInt32) expect(((uint32_t*)out.data())[i] == integers, "sum of int32");
+      if (dtype == kCclFloat32)
+        expect(near(((float*)out.data())[i], floats, 1e-5), "sum of float32");
     }
     const bool exact = dtype <= 8;  // a NaN's bits may differ
     if (!exact || !known) return;

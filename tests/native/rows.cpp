@@ -1,5 +1,5 @@
 // Kernels that work row by row: dropout, activations, bf16, LayerNorm and its relatives.
-#include "guarded.h"
+#include "layer_norm.h"
 
 namespace {
 
@@ -89,21 +89,27 @@ void bf16(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
-// Checks LayerNorm of the rows of z.
-void expect_normed(Floats& z, float* weight, float* beta, Floats& out, Floats& mean, Floats& rstd,
-                   int64_t rows, int64_t cols) {
-  for (int64_t r = 0; r < rows; r++) {
-    double total = 0, squares = 0;
-    for (int64_t c = 0; c < cols; c++) total += z[r * cols + c];
-    const double m = total / cols;
-    for (int64_t c = 0; c < cols; c++) squares += std::pow(z[r * cols + c] - m, 2);
-    const double s = 1 / std::sqrt(squares / cols + 1e-5);
-    if (!cols) continue;
-    expect(near(mean[r], m, 1e-4) && near(rstd[r], s, 1e-3), "moments");
-    for (int64_t c = 0; c < cols; c++) {
-      const double y = (z[r * cols + c] - m) * s * (weight ? weight[c] : 1) + (beta ? beta[c] : 0);
-      expect(near(out[r * cols + c], y, 1e-3), "LayerNorm");
-    }
+// What is normalised: y itself, or residual + dropout(y + bias).
+Doubles normed_values(const Floats& y, const float* bias, const Floats& residual, bool joins,
+                      const Doubles& factors, int64_t cols) {
+  Doubles z = doubles(y);
+  for (int64_t i = 0; joins && i < y.size(); i++)
+    z[i] = residual.data()[i] + factors[i] * (z[i] + (bias ? bias[i % cols] : 0));
+  return z;
+}
+
+// Results and moments; `kept` (or null) has what was normalised, which then takes its place.
+void expect_normed(LayerNormFormulas& formulas, const Floats& out, const Floats& mean,
+                   const Floats& rstd, const float* weight, const float* beta,
+                   const uint16_t* kept) {
+  if (!formulas.cols) return;
+  expect_near(mean, formulas.mean, 1e-4, 1, "means");
+  expect_near(rstd, formulas.rstd, 1e-3, 1, "reciprocals of deviations");
+  for (int64_t i = 0; i < out.size(); i++) {
+    expect(near(out.data()[i], formulas.out(i, weight, beta), 1e-3), "LayerNorm");
+    if (!kept) continue;
+    expect(near(bf16_value(kept[i]), formulas.normal[i], 1e-2), "LayerNorm: what is kept");
+    formulas.normal[i] = bf16_value(kept[i]);
   }
 }
 
@@ -125,21 +131,28 @@ void norm(Random& random, int64_t rows, int64_t cols) {
            kept.if_wanted(keeps), out, mean, rstd, rows, cols, 1e-5f, p, key);
     else
       CALL(layer_norm, y, w, b, out, kept.if_wanted(keeps), mean, rstd, rows, cols, 1e-5f);
-    if (!joins || (p == 0 && keeps))
-      for (int64_t i = 0; i < n; i++)
-        z[i] = joins ? residual[i] + y[i] + (has_bias ? bias[i % cols] : 0) : y[i];
-    if (p == 0 || !keeps) expect_normed(z, w, b, out, mean, rstd, rows, cols);
+    const Doubles factors = dropout_factors(rows, cols, p, key);
+    LayerNormFormulas formulas(
+        normed_values(y, bias.if_wanted(has_bias), residual, joins, factors, cols), rows, cols);
+    expect_normed(formulas, out, mean, rstd, w, b, kept.if_wanted(keeps));
     Floats grad_z(n), grad_y(n), grad_weight(cols), grad_beta(cols), grad_bias(cols);
     const bool wants_bias = joins;
     with_scratch([&](Scratch* scratch) {
-      CALL(norm_backward, grad, keeps ? (const void*)kept.data() : z.data(), keeps, mean, rstd, w,
-           also.if_wanted(has_sum), grad_z, grad_y.if_wanted(p > 0), grad_weight, grad_beta,
-           grad_bias.if_wanted(wants_bias), rows, cols, p, key, scratch);
+      CALL(norm_backward, grad, keeps ? (const void*)kept.data() : (joins ? z : y).data(), keeps,
+           mean, rstd, w, also.if_wanted(has_sum), grad_z, grad_y.if_wanted(p > 0), grad_weight,
+           grad_beta, grad_bias.if_wanted(wants_bias), rows, cols, p, key, scratch);
     });
-    std::vector<double> sums(cols);
-    for (int64_t i = 0; i < n; i++) sums[i % cols] += grad[i];
-    for (int64_t c = 0; c < cols; c++)
-      expect(near(grad_beta[c], sums[c], 1e-4, rows + 1), "gradient of beta");
+    Doubles expected = formulas.gradient(doubles(grad), w);
+    const double scale = 10 * formulas.largest_rstd(), sum_scale = scale * (rows + 1);
+    for (int64_t i = 0; has_sum && i < n; i++) expected[i] += also[i];
+    const Doubles expected_y = product(expected, factors);
+    expect_near(grad_z, expected, 1e-4, scale, "gradient of LayerNorm");
+    if (p > 0) expect_near(grad_y, expected_y, 1e-4, scale, "gradient behind dropout");
+    if (wants_bias)
+      expect_near(grad_bias, column_sums(expected_y, cols), 1e-4, sum_scale, "gradient of a bias");
+    expect_near(grad_weight, formulas.weight_gradient(doubles(grad)), 1e-4, sum_scale,
+                "gradient of weight");
+    expect_near(grad_beta, column_sums(doubles(grad), cols), 1e-4, rows + 1, "gradient of beta");
     same.check(out);
     if (cols > 1) same.check(grad_z), same.check(grad_weight);
     if (p > 0 && cols > 1) same.check(grad_y);

@@ -1,5 +1,5 @@
 // Kernels that follow ids (embeddings) or lists of tensors (optimizers).
-#include "guarded.h"
+#include "layer_norm.h"
 
 namespace {
 
@@ -10,6 +10,10 @@ struct Table {
   Table(Random& random, int64_t tokens, int64_t cols)
       : rows(1 + random.size(60)), values(random, rows * cols), ids(tokens) {
     for (int64_t t = 0; t < tokens; t++) ids[t] = random.below(rows);
+  }
+  // Adds each token's row.
+  void add_to(Doubles& z, int64_t cols) {
+    for (size_t i = 0; i < z.size(); i++) z[i] += values[ids[i / cols] * cols + i % cols];
   }
 };
 
@@ -163,6 +167,21 @@ void check_embeddings(Random& random) {
            types, type.ids.if_wanted(has_type), mean, rstd, weight, grad_sum, grad_weight,
            grad_beta, rows, cols, p, key, scratch);
     });
+    Doubles z(n);
+    word.add_to(z, cols);
+    if (has_position) place.add_to(z, cols);
+    if (has_type) type.add_to(z, cols);
+    const LayerNormFormulas formulas(z, rows, cols);
+    const Doubles factors = dropout_factors(rows, cols, p, key);
+    const Doubles before_dropout = product(doubles(grad), factors);
+    const double scale = 10 * formulas.largest_rstd(), sum_scale = scale * (rows + 1);
+    for (int64_t i = 0; i < n; i++)
+      expect(near(out[i], factors[i] * formulas.out(i, weight, beta), 1e-3), "embed");
+    expect_near(grad_sum, formulas.gradient(before_dropout, weight), 1e-4, scale, "embed_backward");
+    expect_near(grad_weight, formulas.weight_gradient(before_dropout), 1e-4, sum_scale,
+                "gradient of embed's weight");
+    expect_near(grad_beta, column_sums(before_dropout, cols), 1e-4, rows + 1,
+                "gradient of embed's beta");
     Floats table(word.rows * cols);
     std::vector<double> expected(word.rows * cols);
     for (int64_t i = 0; i < table.size(); i++) table[i] = 0;

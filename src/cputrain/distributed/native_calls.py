@@ -1,4 +1,4 @@
-"""The shared-memory collectives of the native library: structures, numbers and calls (csrc/api.h has the originals)."""
+"""The shared-memory collectives of the native library: structures, numbers and calls (csrc/api_collectives.h has the originals)."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ DTYPES = (
 )
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
 _FLOATS, _COMPLEX = {9, 10, 11, 12}, {13, 14}
-MOST_RANKS = 1024  # as in csrc/collectives/reduction.h
+MOST_RANKS = 1024  # as in csrc/api_collectives.h
 BYTES = 255  # any dtype: moved, not computed with
 
 
@@ -112,6 +112,7 @@ class Group(ctypes.Structure):
         ("base", ctypes.c_void_p),
         ("pidfds", ctypes.c_void_p),
         ("on_signal", _SignalCallback),
+        ("reduce", ctypes.c_void_p),
         ("rank", ctypes.c_int64),
         ("ranks", ctypes.c_int64),
         ("spin", ctypes.c_int64),
@@ -235,10 +236,16 @@ class SharedMemory:
         self._pidfds = (ctypes.c_int32 * len(pidfds))(*pidfds)
         self._interruption = _Interruption()
         self.rank, self.ranks = rank, ranks
-        self._group = Group(
-            address, ctypes.addressof(self._pidfds), self._interruption.callback, rank, ranks, spin, 0, 0, 0, 0
-        )
         self._kernels = native.kernels()
+        self._group = Group(
+            base=address,
+            pidfds=ctypes.addressof(self._pidfds),
+            on_signal=self._interruption.callback,
+            reduce=ctypes.cast(self._kernels.ccl_reduce, ctypes.c_void_p),
+            rank=rank,
+            ranks=ranks,
+            spin=spin,
+        )
         self._group_pointer = ctypes.addressof(self._group)
 
     def begin_call(self, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None) -> None:

@@ -32,7 +32,7 @@ _POINTER, _INT, _KEY, _FLOAT, _DOUBLE = (
 )
 
 # One letter an argument: p pointer, i int64, k uint64 (random key), f float, d double, s working memory, which comes
-# last and which callers don't give. Mirrors csrc/api.h; a test compares them.
+# last and which callers don't give. Mirrors csrc/api.h, and COLLECTIVES csrc/api_collectives.h; a test compares them.
 SIGNATURES = {
     "activation": "pppp" + "iii",
     "activation_backward": "ppipppp" + "iii" + "s",
@@ -44,15 +44,7 @@ SIGNATURES = {
     "sgd": "ippppddddis",
     "sum_of_squares": "ippps",
     "scale": "ippfs",
-    "ccl_absent": "pp",
-    "ccl_collective": "pppi",
-    "ccl_leave": "p",
-    "ccl_readable": "pip",
-    "ccl_receive": "pipipi",
     "ccl_reduce": "iippiiip",
-    "ccl_report": "pii",
-    "ccl_segment_bytes": "ip",
-    "ccl_send": "pipipi",
     "dropout": "ppiifk",
     "int16_packed_bytes": "iiip",
     "int16_pack": "piiii" + "pipi" + "ps",
@@ -66,6 +58,17 @@ SIGNATURES = {
     "layer_norm": "ppppppp" + "iif",
     "norm_backward": "ppippppppppp" + "iifks",
     "residual_norm": "pppppppppp" + "iiffk",
+}
+# Compiled once, not once per instruction set.
+COLLECTIVES = {
+    "ccl_absent": "pp",
+    "ccl_collective": "pppi",
+    "ccl_leave": "p",
+    "ccl_readable": "pip",
+    "ccl_receive": "pipipi",
+    "ccl_report": "pii",
+    "ccl_segment_bytes": "ip",
+    "ccl_send": "pipipi",
 }
 _TYPES = {"p": _POINTER, "i": _INT, "k": _KEY, "f": _FLOAT, "d": _DOUBLE, "s": _POINTER}
 
@@ -161,19 +164,26 @@ def _library() -> ctypes.CDLL:
 
 @cache
 def kernels_of(isa: str) -> SimpleNamespace:
-    """Every kernel, compiled for `isa` ("portable", "avx2" or "avx512"), by its name."""
+    """Every kernel, compiled for `isa` ("portable", "avx2" or "avx512"), by its name; and the collectives."""
     table = SimpleNamespace(isa=isa)
     for name, letters in SIGNATURES.items():
-        function = getattr(_library(), f"cputrain_{name}_{isa}", None)
-        if function is None:
-            raise LibraryError(
-                f"cputrain's native library {_library()._name} is older than the Python package: it has no "
-                f"{name} for {isa}; reinstall cputrain, or run `make build` in a source tree."
-            )
-        function.argtypes = [_TYPES[letter] for letter in letters]
-        function.restype = None
+        function = _bound(f"cputrain_{name}_{isa}", letters, f"{name} for {isa}")
         setattr(table, name, _with_working_memory(function) if letters.endswith("s") else function)
+    for name, letters in COLLECTIVES.items():
+        setattr(table, name, _bound(f"cputrain_{name}", letters, name))
     return table
+
+
+def _bound(symbol: str, letters: str, description: str) -> Callable:
+    function = getattr(_library(), symbol, None)
+    if function is None:
+        raise LibraryError(
+            f"cputrain's native library {_library()._name} is older than the Python package: it has no "
+            f"{description}; reinstall cputrain, or run `make build` in a source tree."
+        )
+    function.argtypes = [_TYPES[letter] for letter in letters]
+    function.restype = None
+    return function
 
 
 @lru_cache(maxsize=1)

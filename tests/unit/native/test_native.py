@@ -14,7 +14,7 @@ import pytest
 import cputrain
 from cputrain import hardware, native
 
-HEADER = (Path(__file__).parents[3] / "csrc" / "api.h").read_text()
+CSRC = Path(__file__).parents[3] / "csrc"
 LETTERS = {"int64_t": "i", "uint64_t": "k", "float": "f", "double": "d"}
 
 
@@ -28,8 +28,9 @@ def letter(parameter: str) -> str:
 
 
 def prototypes(header: str) -> dict[str, str]:
+    """Of kernels, KERNEL(name), and of collectives, cputrain_name."""
     code = re.sub(r"//.*", "", header)
-    found = re.findall(r"CPUTRAIN_EXPORT void KERNEL\((\w+)\)\((.*?)\);", code, re.DOTALL)
+    found = re.findall(r"CPUTRAIN_EXPORT void (?:KERNEL\(|cputrain_)(\w+)\)?\((.*?)\);", code, re.DOTALL)
     return {name: "".join(letter(part.strip()) for part in parameters.split(",")) for name, parameters in found}
 
 
@@ -41,13 +42,14 @@ def test_prototypes_are_read_as_they_are_written() -> None:
 
 
 def test_the_table_is_the_header() -> None:
-    assert prototypes(HEADER) == native.SIGNATURES
+    assert prototypes((CSRC / "api.h").read_text()) == native.SIGNATURES
+    assert prototypes((CSRC / "api_collectives.h").read_text()) == native.COLLECTIVES
 
 
 def test_every_kernel_is_there_for_every_instruction_set(isa: str) -> None:
     table = native.kernels_of(isa)
     assert table.isa == isa
-    for name, letters in native.SIGNATURES.items():
+    for name, letters in {**native.SIGNATURES, **native.COLLECTIVES}.items():
         function = getattr(table, name)
         if letters.endswith("s"):  # bound with its working memory
             (function,) = (cell.cell_contents for cell in function.__closure__)

@@ -2,197 +2,13 @@
 //
 // The loops are plain: the compiler makes vectors of them for the instruction set it compiles for.
 // 16-bit floats are widened, reduced in fp32 and rounded once.
-#pragma once
-
-#include <immintrin.h>
-
-#include <cstdint>
-#include <cstring>
-
 #include "api.h"
+#include "api_collectives.h"
+#include "reduction_elements.h"
 
 namespace {
 
 typedef const char* const* Sources;
-constexpr int64_t kMostRanks = 1024;
-
-// --- 16-bit floats -----------------------------------------------------------------------------
-
-inline uint32_t bits_of(float x) {
-  uint32_t bits;
-  memcpy(&bits, &x, 4);
-  return bits;
-}
-inline float from_bits(uint32_t bits) {
-  float x;
-  memcpy(&x, &bits, 4);
-  return x;
-}
-
-struct Bfloat16 {
-  uint16_t bits;
-};
-inline float widen(Bfloat16 x) { return from_bits((uint32_t)x.bits << 16); }
-inline void narrow(float x, Bfloat16* out) {  // to nearest even, NaN stays NaN
-  const uint32_t bits = bits_of(x);
-  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  out->bits = (uint16_t)((bits & 0x7fffffff) > 0x7f800000 ? 0x7fc0 : rounded);
-}
-
-struct Float16 {
-  uint16_t bits;
-};
-#if defined(__F16C__)
-inline float widen(Float16 x) { return _cvtsh_ss(x.bits); }
-inline void narrow(float x, Float16* out) { out->bits = _cvtss_sh(x, _MM_FROUND_TO_NEAREST_INT); }
-#else
-inline float widen(Float16 x) {
-  // Multiplying by 2^112 moves the exponent and makes subnormals normal.
-  const uint32_t sign = (uint32_t)(x.bits & 0x8000) << 16, rest = (uint32_t)(x.bits & 0x7fff) << 13;
-  const float scaled = from_bits(rest) * from_bits(0x77800000);
-  const uint32_t bits = rest >= 0x0f800000 ? rest | 0x7f800000 : bits_of(scaled);
-  return from_bits(bits | sign);
-}
-inline void narrow(float x, Float16* out) {
-  const uint32_t bits = bits_of(x), sign = bits >> 16 & 0x8000, rest = bits & 0x7fffffff;
-  uint32_t half;
-  if (rest > 0x7f800000)
-    half = 0x7e00;
-  else if (rest >= 0x477ff000)  // from 65520 on, infinity
-    half = 0x7c00;
-  else if (rest < 0x38800000)  // subnormal: adding 0.5 leaves the rounded value in the low bits
-    half = bits_of(from_bits(rest) + 0.5f) - 0x3f000000;
-  else
-    half = (rest - 0x38000000 + 0xfff + ((rest >> 13) & 1)) >> 13;
-  out->bits = (uint16_t)(half | sign);
-}
-#endif
-
-// --- Elements: how one is read, computed with and written --------------------------------------
-
-template <class T>
-struct Plain {  // integers, float, double
-  typedef T Stored;
-  typedef T Value;
-  static Value read(Stored x) { return x; }
-  static void write(Value x, Stored* out) { *out = x; }
-};
-template <class T>
-struct Half {
-  typedef T Stored;
-  typedef float Value;
-  static Value read(Stored x) { return widen(x); }
-  static void write(Value x, Stored* out) { narrow(x, out); }
-};
-#if defined(__F16C__)
-// The compiler makes no vectors of fp16 conversions: eight at a time, by hand.
-inline void widen_all(const Float16* x, int64_t count, float* out) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    _mm256_storeu_ps(out + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(x + i))));
-  for (; i < count; i++) out[i] = widen(x[i]);
-}
-inline void narrow_all(const float* x, int64_t count, Float16* out) {
-  int64_t i = 0;
-  for (; i + 8 <= count; i += 8)
-    _mm_storeu_si128((__m128i*)(out + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(x + i), _MM_FROUND_TO_NEAREST_INT));
-  for (; i < count; i++) narrow(x[i], out + i);
-}
-#endif
-struct Boolean {
-  typedef uint8_t Stored;
-  typedef uint8_t Value;
-  static Value read(Stored x) { return x != 0; }
-  static void write(Value x, Stored* out) { *out = x != 0; }
-};
-template <class T>
-struct Pair {
-  T re, im;
-};
-template <class T>
-struct Complex {
-  typedef Pair<T> Stored;
-  typedef Pair<T> Value;
-  static Value read(Stored x) { return x; }
-  static void write(Value x, Stored* out) { *out = x; }
-};
-
-// Signed integers wrap around as torch's do: computed without sign, where overflow is defined.
-struct Sum {
-  template <class T>
-  static T apply(T a, T b) {
-    return (T)(a + b);
-  }
-  static int32_t apply(int32_t a, int32_t b) { return (int32_t)((uint32_t)a + (uint32_t)b); }
-  static int64_t apply(int64_t a, int64_t b) { return (int64_t)((uint64_t)a + (uint64_t)b); }
-  template <class T>
-  static Pair<T> apply(Pair<T> a, Pair<T> b) {
-    return {a.re + b.re, a.im + b.im};
-  }
-};
-struct Product {
-  template <class T>
-  static T apply(T a, T b) {
-    return (T)(a * b);
-  }
-  static int32_t apply(int32_t a, int32_t b) { return (int32_t)((uint32_t)a * (uint32_t)b); }
-  static int64_t apply(int64_t a, int64_t b) { return (int64_t)((uint64_t)a * (uint64_t)b); }
-  static uint16_t apply(uint16_t a, uint16_t b) { return (uint16_t)((uint32_t)a * b); }
-  template <class T>
-  static Pair<T> apply(Pair<T> a, Pair<T> b) {
-    return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
-  }
-};
-struct Minimum {  // as torch.minimum: a NaN wins
-  template <class T>
-  static T apply(T a, T b) {
-    return a < b || a != a ? a : b;
-  }
-};
-struct Maximum {
-  template <class T>
-  static T apply(T a, T b) {
-    return a > b || a != a ? a : b;
-  }
-};
-struct BitAnd {
-  template <class T>
-  static T apply(T a, T b) {
-    return (T)(a & b);
-  }
-};
-struct BitOr {
-  template <class T>
-  static T apply(T a, T b) {
-    return (T)(a | b);
-  }
-};
-struct BitXor {
-  template <class T>
-  static T apply(T a, T b) {
-    return (T)(a ^ b);
-  }
-};
-
-template <class T>
-inline T divided(T x, int64_t n) {
-  return (T)(x / (T)n);
-}
-template <class T>
-inline Pair<T> divided(Pair<T> x, int64_t n) {
-  return {x.re / (T)n, x.im / (T)n};
-}
-
-// What two ranks' mean needs no second pass for. Halving is exact, so this is the sum's division.
-struct MeanOfTwo {
-  template <class T>
-  static T apply(T a, T b) {
-    return divided(Sum::apply(a, b), 2);
-  }
-};
-
-// --- Loops -------------------------------------------------------------------------------------
 
 // 16 KB of widened values at most: stays in the L1 cache from source to source.
 constexpr int64_t kBlockElements = 2048;
@@ -231,7 +47,7 @@ void reduce_elements(char* out_bytes, Sources sources, int64_t ranks, int64_t co
   }
 }
 
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16_CONVERSION)
 template <class Op>
 void reduce_float16(char* out_bytes, Sources sources, int64_t ranks, int64_t count,
                     int64_t divisor) {
@@ -309,7 +125,7 @@ void reduce_bfloat16(char* out_bytes, Sources sources, int64_t ranks, int64_t co
     }
   }
   if (count % 2) {
-    const char* last[kMostRanks] = {};
+    const char* last[kCclMostRanks] = {};
     for (int64_t r = 0; r < ranks; r++) last[r] = sources[r] + 4 * pairs;
     reduce_elements<Half<Bfloat16>, Op>(out_bytes + 4 * pairs, last, ranks, 1, divisor);
   }
@@ -327,7 +143,7 @@ struct Reduce<Half<Bfloat16>, Op> {
     reduce_bfloat16<Op>(out, sources, ranks, count, divisor);
   }
 };
-#if defined(__F16C__)
+#if defined(HAS_FLOAT16_CONVERSION)
 template <class Op>
 struct Reduce<Half<Float16>, Op> {
   static void run(char* out, Sources sources, int64_t ranks, int64_t count, int64_t divisor) {
@@ -401,48 +217,48 @@ inline bool reduce_truths(int64_t reduction, char* out, Sources sources, int64_t
   return reduce_bits<Boolean>(reduction, out, sources, ranks, count, divisor);
 }
 
-// Bytes of an element, or 0 for a dtype that can't be reduced.
-inline int64_t element_bytes(int64_t dtype) {
-  static const int8_t bytes[] = {1, 1, 1, 2, 4, 8, 2, 4, 8, 2, 2, 4, 8, 8, 16};
-  return dtype >= 0 && dtype < (int64_t)sizeof bytes ? bytes[dtype] : 0;
-}
-
 // A mean is the sum divided by `divisor`. False if the dtype has no such reduction.
-inline bool reduce(int64_t dtype, int64_t reduction, char* out, Sources sources, int64_t ranks,
-                   int64_t count, int64_t divisor) {
+bool reduce(int64_t dtype, int64_t reduction, char* out, Sources sources, int64_t ranks,
+            int64_t count, int64_t divisor) {
   switch (dtype) {
-    case 0:
+    case kCclBool:
       return reduce_truths(reduction, out, sources, ranks, count, divisor);
-    case 1:
+    case kCclUint8:
       return reduce_bits<Plain<uint8_t>>(reduction, out, sources, ranks, count, divisor);
-    case 2:
+    case kCclInt8:
       return reduce_bits<Plain<int8_t>>(reduction, out, sources, ranks, count, divisor);
-    case 3:
+    case kCclInt16:
       return reduce_bits<Plain<int16_t>>(reduction, out, sources, ranks, count, divisor);
-    case 4:
+    case kCclInt32:
       return reduce_bits<Plain<int32_t>>(reduction, out, sources, ranks, count, divisor);
-    case 5:
+    case kCclInt64:
       return reduce_bits<Plain<int64_t>>(reduction, out, sources, ranks, count, divisor);
-    case 6:
+    case kCclUint16:
       return reduce_bits<Plain<uint16_t>>(reduction, out, sources, ranks, count, divisor);
-    case 7:
+    case kCclUint32:
       return reduce_bits<Plain<uint32_t>>(reduction, out, sources, ranks, count, divisor);
-    case 8:
+    case kCclUint64:
       return reduce_bits<Plain<uint64_t>>(reduction, out, sources, ranks, count, divisor);
-    case 9:
+    case kCclFloat16:
       return reduce_ordered<Half<Float16>>(reduction, out, sources, ranks, count, divisor);
-    case 10:
+    case kCclBfloat16:
       return reduce_ordered<Half<Bfloat16>>(reduction, out, sources, ranks, count, divisor);
-    case 11:
+    case kCclFloat32:
       return reduce_ordered<Plain<float>>(reduction, out, sources, ranks, count, divisor);
-    case 12:
+    case kCclFloat64:
       return reduce_ordered<Plain<double>>(reduction, out, sources, ranks, count, divisor);
-    case 13:
+    case kCclComplex64:
       return reduce_numbers<Complex<float>>(reduction, out, sources, ranks, count, divisor);
-    case 14:
+    case kCclComplex128:
       return reduce_numbers<Complex<double>>(reduction, out, sources, ranks, count, divisor);
   }
   return false;
 }
 
 }  // namespace
+
+void KERNEL(ccl_reduce)(int64_t dtype, int64_t reduction, void* out, const void* const* sources,
+                        int64_t ranks, int64_t count, int64_t divisor, int64_t* known) {
+  *known = reduce(dtype, reduction, static_cast<char*>(out),
+                  reinterpret_cast<const char* const*>(sources), ranks, count, divisor);
+}
