@@ -8,16 +8,17 @@ import os
 import pytest
 import torch
 
-from cputrain import log
+from cputrain import log, settings
 from cputrain.distributed import backend, communication_cpus, variables
-from cputrain.distributed.engines import compiled, mpi_library, oneccl_library
+from cputrain.distributed.engines import compiled, oneccl_library
 from cputrain.distributed.work import Lane
 
 
 def test_an_unknown_transport_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("CPUTRAIN_CCL_TRANSPORT", "nccl")
     with pytest.raises(ValueError, match="one of auto, shm, gloo, mpi, oneccl, found 'nccl'"):
-        backend._asked()
+        settings.one_of(settings.TRANSPORT)
+    assert ("auto", "shm", *backend.ENGINES) == settings.TRANSPORTS
 
 
 def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> None:
@@ -69,7 +70,7 @@ def test_variables_without_effect_are_said_once(caplog) -> None:
     ],
 )
 def test_whose_mpirun_it_was(starter, environ) -> None:
-    assert mpi_library.started_by(environ) == starter
+    assert settings.mpirun_of(environ) == starter
 
 
 def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatch) -> None:
@@ -91,7 +92,7 @@ def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatc
 def test_another_oneccl_in_the_same_place_is_compiled_for_anew(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(oneccl_library, "_prefix", lambda: tmp_path)
-    monkeypatch.setattr(oneccl_library, "settings", lambda environ, address: {})
+    monkeypatch.setattr(oneccl_library, "variables", lambda address: {})
     for name in ("include/oneapi/ccl.hpp", "lib/pkgconfig/ccl.pc"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("Version: 2021.13.1\n")

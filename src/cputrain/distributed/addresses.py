@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
 from datetime import timedelta
 
 import torch.distributed as dist
+
+from cputrain.settings import meeting_place
 
 _LOCAL = "127.0.0.1"
 
@@ -31,11 +32,11 @@ def reachable_address(store: dist.Store, rank: int, size: int, timeout: timedelt
 
 def own_address() -> str:
     """The address that the kernel would use to reach MASTER_ADDR; this machine's own loopback if all is local."""
-    master = os.environ.get("MASTER_ADDR", "")
+    master, port = meeting_place()
     if not master:
         return _LOCAL
     try:
-        return _towards(master, int(os.environ.get("MASTER_PORT") or 29500))
+        return _towards(master, port)
     except socket.gaierror as error:
         raise ValueError(f"MASTER_ADDR={master} can't be resolved: {error}; give an address or a known name.") from None
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import os
 from collections import Counter
 from collections.abc import Callable
 from datetime import timedelta
@@ -13,7 +12,6 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from cputrain import attempt
 from cputrain.distributed import dtensor, rendezvous, variables
 from cputrain.distributed.addresses import reachable_address
 from cputrain.distributed.alone import AloneTransport
@@ -24,11 +22,10 @@ from cputrain.distributed.shared_memory import SharedMemoryTransport
 from cputrain.distributed.transport import Transport
 from cputrain.distributed.two_level import Levels, TwoLevelTransport
 from cputrain.log import logger
+from cputrain.settings import TRANSPORT, attempt, one_of
 
-TRANSPORT = "CPUTRAIN_CCL_TRANSPORT"
 # What can carry data between machines, and where it is made. Loaded when it is used: each needs packages of its own.
 ENGINES = {"gloo": ("gloo", "GlooEngine"), "mpi": ("mpi", "MpiEngine"), "oneccl": ("oneccl", "OneCclEngine")}
-TRANSPORTS = ("auto", "shm", *ENGINES)
 
 # How often this process has made a group of each name: a store may outlive a group of the same name. Processes that
 # are started anew count from 0 again, which is why keys have the attempt's name, too.
@@ -50,13 +47,13 @@ def create(options: Any, _: Any) -> CclProcessGroup:
     global_ranks = list(options.global_ranks_in_group) or list(range(size))
     generation = _generations[options.group_id]
     _generations[options.group_id] += 1
-    store = dist.PrefixStore(f"ccl/{attempt.name()}/{generation}", options.store)
+    store = dist.PrefixStore(f"ccl/{attempt()}/{generation}", options.store)
     transport, reason = _choose(store, rank, global_ranks, timeout)
     if rank == 0:
         logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)
     _decline_recorder()
     if global_ranks[rank] == 0:
-        variables.say_what_has_no_effect(transport.name, os.environ)
+        variables.say_what_has_no_effect(transport.name)
     return CclProcessGroup(transport, rank, size, timeout)
 
 
@@ -68,7 +65,7 @@ def _decline_recorder() -> None:
 
 def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> tuple[Transport, str]:
     """The way that data takes, and why."""
-    asked = _asked()
+    asked = one_of(TRANSPORT) or "auto"
     if len(global_ranks) == 1:
         return AloneTransport(), "one rank"
     meeting = rendezvous.meet(store, rank, global_ranks, timeout)
@@ -88,13 +85,6 @@ def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: time
     else:
         reason = f"{machines} machines" + (f", {TRANSPORT}={asked}" if asked in ENGINES else "")
     return _two_levels(store, rank, meeting, timeout, _engine(asked)), reason
-
-
-def _asked() -> str:
-    asked = os.environ.get(TRANSPORT) or "auto"
-    if asked not in TRANSPORTS:
-        raise ValueError(f"{TRANSPORT} is one of {', '.join(TRANSPORTS)}, found {asked!r}.")
-    return asked
 
 
 def _engine(asked: str) -> Callable[..., Engine]:

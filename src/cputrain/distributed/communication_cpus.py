@@ -7,22 +7,13 @@ import os
 from collections.abc import Iterator
 
 from cputrain.log import say_once
-from cputrain.settings import COMMUNICATION_CPUS
-
-
-def cpus() -> set[int]:
-    """Empty: none were kept free, and communication shares the cores that compute."""
-    text = os.environ.get(COMMUNICATION_CPUS, "")
-    try:
-        return {int(number) for number in text.split(",") if number.strip()}
-    except ValueError:
-        raise ValueError(f"{COMMUNICATION_CPUS} is a list of CPU numbers like 6,7, found {text!r}.") from None
+from cputrain.settings import COMMUNICATION_CPUS, communication_cpus
 
 
 def move_there() -> None:
     """This thread, and all that it starts from now on."""
-    if cpus():
-        _move(frozenset(cpus()))
+    if communication_cpus():
+        _move(frozenset(communication_cpus()))
 
 
 @contextlib.contextmanager
@@ -33,7 +24,7 @@ def threads_start_there() -> Iterator[None]:
     try:
         yield
     finally:
-        if cpus():
+        if communication_cpus():
             os.sched_setaffinity(0, before)
 
 

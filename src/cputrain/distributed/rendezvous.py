@@ -22,12 +22,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cputrain import __version__, authentication
+from cputrain import __version__, authentication, settings
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
-# For tests: "0,1;2" lets ranks 0 and 1 share memory with no other, as if 2 were on another machine.
-APART = "CPUTRAIN_CCL_TEST_MACHINES"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RANK = struct.Struct("i")
 
@@ -120,7 +118,7 @@ def _first_that_opens(cards: list[dict], rank: int, global_ranks: list[int]) -> 
 
 
 def _kept_apart(one: int, other: int) -> bool:
-    machines = [set(map(int, part.split(","))) for part in os.environ.get(APART, "").split(";") if part]
+    machines = settings.machines_of_tests()
     return bool(machines) and not any(one in machine and other in machine for machine in machines)
 
 

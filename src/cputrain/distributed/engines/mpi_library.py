@@ -6,9 +6,9 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Mapping
 from typing import Any
 
+from cputrain import settings
 from cputrain.distributed.engines import compiled
 
 # MPI is only ever called by who holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
@@ -18,10 +18,10 @@ _INTEL, _MPICH, _OPEN_MPI = "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"
 
 def load() -> Any:
     """The module mpi4py.MPI, with MPI initialised; ValueError says what is missing."""
-    if "mpi4py.MPI" not in sys.modules and "MPI4PY_LIBMPI" not in os.environ:
-        path = _library(os.environ)
+    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY):
+        path = _library()
         if path:
-            os.environ["MPI4PY_LIBMPI"] = path
+            os.environ[settings.MPI_LIBRARY] = path
     try:
         with lock:
             from mpi4py import MPI
@@ -36,18 +36,9 @@ def load() -> Any:
     return MPI
 
 
-def started_by(environ: Mapping[str, str]) -> str | None:
-    """Whose mpirun started this process: Open MPI, Intel, MPICH, or none."""
-    if "OMPI_COMM_WORLD_SIZE" in environ:
-        return "Open MPI"
-    if "PMI_RANK" not in environ:
-        return None
-    return "Intel" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
-
-
-def _library(environ: Mapping[str, str]) -> str | None:
+def _library() -> str | None:
     """What mpi4py is to load. By itself it takes the one beside Python, which under another's mpirun sees one rank."""
-    starter = started_by(environ)
+    starter = settings.mpirun_of()
     if starter == "Open MPI":
         return _OPEN_MPI
     if starter == "MPICH" and not _loads(_INTEL) and _loads(_MPICH):
