@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from cputrain import log, settings
-from cputrain.distributed import backend, communication_cpus, variables
+from cputrain.distributed import backend, work
 from cputrain.distributed.engines import compiled, oneccl_library
-from cputrain.distributed.work import Lane
 
 
 def test_an_unknown_transport_is_refused(monkeypatch) -> None:
@@ -25,11 +24,11 @@ def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> Non
     mine = os.sched_getaffinity(0)
     kept = max(mine)
     monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", str(kept))
-    lane, seen = Lane("test"), []
+    lane, seen = work.Lane("test"), []
     lane.run(lambda _: seen.append(os.sched_getaffinity(0)), [torch.ones(1)], asynchronous=True).wait()
     lane.close()
     assert seen == [{kept}] and os.sched_getaffinity(0) == mine
-    with communication_cpus.threads_start_there():
+    with work.on_communication_cpus():
         assert os.sched_getaffinity(0) == {kept}
     assert os.sched_getaffinity(0) == mine
 
@@ -37,7 +36,7 @@ def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> Non
 def test_cores_that_are_not_there_are_said_and_change_nothing(monkeypatch, caplog) -> None:
     mine = os.sched_getaffinity(0)
     monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", "1000")
-    communication_cpus.move_there()
+    work.move_to_communication_cpus()
     assert os.sched_getaffinity(0) == mine and "CPUTRAIN_COMMUNICATION_CPUS=1000 has no effect" in caplog.text
 
 
@@ -45,18 +44,18 @@ def test_variables_without_effect_are_said_once(caplog) -> None:
     log.mention_once.cache_clear()
     environ = {"CCL_ATL_TRANSPORT": "ofi", "CCL_WORKER_COUNT": "1"}
     with caplog.at_level(logging.INFO, "cputrain"):
-        variables.say_what_has_no_effect("shm+oneccl", environ)
+        backend.say_what_has_no_effect("shm+oneccl", environ)
         assert not caplog.messages
         for _ in range(2):
-            variables.say_what_has_no_effect("shm", environ)
+            backend.say_what_has_no_effect("shm", environ)
         assert [text.split(":")[0] for text in caplog.messages] == [
             "CCL_ATL_TRANSPORT has no effect",
             "CCL_WORKER_COUNT has no effect",
         ]
         caplog.clear()
         log.mention_once.cache_clear()
-        variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
-        variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_CORES_FOR_COMMUNICATION": "1"})
+        backend.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
+        backend.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_CORES_FOR_COMMUNICATION": "1"})
         assert not caplog.messages, "launch has kept the cores, and ccl's threads run there, or wherever is room"
 
 

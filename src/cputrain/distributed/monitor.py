@@ -26,7 +26,8 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cputrain import authentication
-from cputrain.distributed import communication_cpus, native_calls
+from cputrain.distributed import native_calls
+from cputrain.distributed.work import move_to_communication_cpus
 from cputrain.keep_alive import keep_alive
 from cputrain.settings import is_first_rank
 
@@ -117,7 +118,7 @@ class Monitor:
             connection.close()
 
     def _serve(self) -> None:
-        communication_cpus.move_there()
+        move_to_communication_cpus()
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
