@@ -20,12 +20,12 @@ import selectors
 import socket
 import struct
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from cputrain.log import logger, say_once
+from cputrain.settings import TOKEN, Environ, value_of
 
-TOKEN = "CPUTRAIN_TOKEN"
 SECONDS = 10.0  # for one connection to show that it knows the token
 _MAGIC = b"cputrain"
 _NONCE, _CODE = 16, 32  # bytes; an HMAC-SHA256 has 32
@@ -44,14 +44,14 @@ def new_token() -> str:
     return secrets.token_hex(32)
 
 
-def key_for(purpose: str, environ: Mapping[str, str]) -> bytes:
+def key_for(purpose: str, environ: Environ | None = None) -> bytes:
     """The key of one port: an answer that is right there is wrong at any other port of the same run."""
-    return hmac.digest(environ.get(TOKEN, "").encode(), purpose.encode(), "sha256")
+    return hmac.digest(value_of(TOKEN, environ).encode(), purpose.encode(), "sha256")
 
 
-def say_if_unprotected(environ: Mapping[str, str]) -> None:
+def say_if_unprotected(environ: Environ | None = None) -> None:
     """For the process that listens: without a token any program that speaks this protocol may take part."""
-    if not environ.get(TOKEN):
+    if not value_of(TOKEN, environ):
         say_once(
             f"{TOKEN} isn't set: any program that reaches the ports of this run could take a rank's place; set it to "
             "the same secret on all machines"

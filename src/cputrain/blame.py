@@ -9,12 +9,13 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from cputrain import settings
+
 # Of an agent of `cputrain launch`, on the rank's own machine; a file for each rank that blames another one.
-FOLDER = "CPUTRAIN_BLAME_FOLDER"
+FOLDER = settings.BLAME_FOLDER
 
 
 class Blame(NamedTuple):
@@ -22,9 +23,9 @@ class Blame(NamedTuple):
     sentence: str
 
 
-def tell(blame: Blame, environ: Mapping[str, str] = os.environ) -> None:
+def tell(blame: Blame, environ: settings.Environ | None = None) -> None:
     """The first blame counts: what fails then fails because of it."""
-    folder, rank = environ.get(FOLDER), environ.get("RANK")
+    folder, rank = settings.value_of(FOLDER, environ), settings.value_of(settings.RANK, environ)
     if not folder or not rank or not os.path.isdir(folder) or os.path.exists(f"{folder}/{rank}"):
         return
     with contextlib.suppress(OSError):  # a full disk must not hide what is being raised

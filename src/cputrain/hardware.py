@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from cputrain import settings
 from cputrain.cgroup import limits
 from cputrain.kernel_files import Cpus, Tree, parse_cpus, parse_size
 
@@ -133,11 +134,11 @@ def has_bf16() -> bool:
     return any(name in this_machine().instruction_sets.value for name in BF16_SETS)
 
 
-def best_isa(hardware: Hardware | None = None, environ: Mapping[str, str] | None = None) -> tuple[str, str]:
+def best_isa(hardware: Hardware | None = None, environ: settings.Environ | None = None) -> tuple[str, str]:
     """The widest kernels that this CPU runs (avx512, avx2 or portable), and why; CPUTRAIN_ISA forces lower ones."""
     sets = (hardware or this_machine()).instruction_sets
     lacking = {isa: [name for name in needs if name not in sets.value] for isa, needs in ISA_NEEDS.items()}
-    asked = (os.environ if environ is None else environ).get("CPUTRAIN_ISA", "")
+    asked = settings.one_of(settings.ISA, environ)
     if asked:
         return _asked_isa(asked, lacking), f"CPUTRAIN_ISA={asked}"
     best = next(isa for isa in ISA_NEEDS if not lacking[isa])
@@ -147,10 +148,6 @@ def best_isa(hardware: Hardware | None = None, environ: Mapping[str, str] | None
 
 
 def _asked_isa(asked: str, lacking: Mapping[str, list[str]]) -> str:
-    if asked not in ISA_NEEDS:
-        raise ValueError(
-            f"CPUTRAIN_ISA is {asked!r}, which doesn't exist; choose one of {', '.join(ISA_NEEDS)} or unset it."
-        )
     if lacking[asked]:
         raise ValueError(
             f"CPUTRAIN_ISA is {asked!r}, but this CPU lacks {', '.join(lacking[asked])}; choose a lower one."

@@ -5,14 +5,15 @@ from __future__ import annotations
 import os
 import stat
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
+from cputrain.settings import CACHE, HOME, Environ, value_of
 
-def home(environ: Mapping[str, str] = os.environ) -> Path | None:
+
+def home(environ: Environ | None = None) -> Path | None:
     """None if neither HOME nor /etc/passwd has it."""
-    if environ.get("HOME"):
-        return Path(environ["HOME"])
+    if told := value_of(HOME, environ):
+        return Path(told)
     try:
         import pwd
     except ImportError:  # Windows, where Python knows another way
@@ -23,10 +24,10 @@ def home(environ: Mapping[str, str] = os.environ) -> Path | None:
         return None
 
 
-def cache(environ: Mapping[str, str] = os.environ) -> Path | None:
+def cache(environ: Environ | None = None) -> Path | None:
     """For what can be made again. Without a home it is a folder for temporary files; None if even that isn't ours."""
-    if environ.get("XDG_CACHE_HOME"):
-        return Path(environ["XDG_CACHE_HOME"])
+    if told := value_of(CACHE, environ):
+        return Path(told)
     own = home(environ)
     return own / ".cache" if own else _temporary()
 

@@ -100,7 +100,7 @@ def test_a_oneccl_that_never_ended_a_group_is_not_used_again(monkeypatch) -> Non
 
 def test_without_mpirun_oneccl_uses_ofi_on_the_interface_of_the_route(monkeypatch) -> None:
     monkeypatch.delenv("CPUTRAIN_COMMUNICATION_CPUS", raising=False)
-    found = oneccl_library.settings({}, "127.0.0.1")
+    found = oneccl_library.variables("127.0.0.1", {})
     assert found["CCL_ATL_TRANSPORT"] == "ofi" and found["CCL_PROCESS_LAUNCHER"] == "none"
     assert found["CCL_KVS_IFACE"] == "lo" and found["CCL_ALLREDUCE"] == "nreduce"
     assert found["CCL_WORKER_OFFLOAD"] == "0", "a worker would burn a core that computes"
@@ -111,7 +111,7 @@ def test_under_intels_mpirun_oneccl_uses_it(monkeypatch, tmp_path) -> None:
     (tmp_path / "lib/libmpi.so.12").touch()
     monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", "6,7")
     environ = {"I_MPI_ROOT": str(tmp_path), "PMI_RANK": "0", "I_MPI_HYDRA_UUID": "x"}
-    found = oneccl_library.settings(environ, "127.0.0.1")
+    found = oneccl_library.variables("127.0.0.1", environ)
     assert found["CCL_ATL_TRANSPORT"] == "mpi" and "CCL_PROCESS_LAUNCHER" not in found
     assert found["CCL_ALLGATHERV"] == "ring", "MPI_Iallgatherv hangs if the parts differ in size"
     assert found["CCL_MPI_LIBRARY_PATH"] == f"{tmp_path}/lib/libmpi.so.12"

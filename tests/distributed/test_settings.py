@@ -8,27 +8,27 @@ import os
 import pytest
 import torch
 
-from cputrain import log
-from cputrain.distributed import backend, communication_cpus, variables
-from cputrain.distributed.engines import compiled, mpi_library, oneccl_library
-from cputrain.distributed.work import Lane
+from cputrain import log, settings
+from cputrain.distributed import backend, work
+from cputrain.distributed.engines import compiled, oneccl_library
 
 
 def test_an_unknown_transport_is_refused(monkeypatch) -> None:
     monkeypatch.setenv("CPUTRAIN_CCL_TRANSPORT", "nccl")
     with pytest.raises(ValueError, match="one of auto, shm, gloo, mpi, oneccl, found 'nccl'"):
-        backend._asked()
+        settings.one_of(settings.TRANSPORT)
+    assert ("auto", "shm", *backend.ENGINES) == settings.TRANSPORTS
 
 
 def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> None:
     mine = os.sched_getaffinity(0)
     kept = max(mine)
     monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", str(kept))
-    lane, seen = Lane("test"), []
+    lane, seen = work.Lane("test"), []
     lane.run(lambda _: seen.append(os.sched_getaffinity(0)), [torch.ones(1)], asynchronous=True).wait()
     lane.close()
     assert seen == [{kept}] and os.sched_getaffinity(0) == mine
-    with communication_cpus.threads_start_there():
+    with work.on_communication_cpus():
         assert os.sched_getaffinity(0) == {kept}
     assert os.sched_getaffinity(0) == mine
 
@@ -36,7 +36,7 @@ def test_own_threads_run_on_the_cores_kept_for_communication(monkeypatch) -> Non
 def test_cores_that_are_not_there_are_said_and_change_nothing(monkeypatch, caplog) -> None:
     mine = os.sched_getaffinity(0)
     monkeypatch.setenv("CPUTRAIN_COMMUNICATION_CPUS", "1000")
-    communication_cpus.move_there()
+    work.move_to_communication_cpus()
     assert os.sched_getaffinity(0) == mine and "CPUTRAIN_COMMUNICATION_CPUS=1000 has no effect" in caplog.text
 
 
@@ -44,18 +44,18 @@ def test_variables_without_effect_are_said_once(caplog) -> None:
     log.mention_once.cache_clear()
     environ = {"CCL_ATL_TRANSPORT": "ofi", "CCL_WORKER_COUNT": "1"}
     with caplog.at_level(logging.INFO, "cputrain"):
-        variables.say_what_has_no_effect("shm+oneccl", environ)
+        backend.say_what_has_no_effect("shm+oneccl", environ)
         assert not caplog.messages
         for _ in range(2):
-            variables.say_what_has_no_effect("shm", environ)
+            backend.say_what_has_no_effect("shm", environ)
         assert [text.split(":")[0] for text in caplog.messages] == [
             "CCL_ATL_TRANSPORT has no effect",
             "CCL_WORKER_COUNT has no effect",
         ]
         caplog.clear()
         log.mention_once.cache_clear()
-        variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
-        variables.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_CORES_FOR_COMMUNICATION": "1"})
+        backend.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_COMMUNICATION_CPUS": "3"})
+        backend.say_what_has_no_effect("shm", {"CCL_WORKER_COUNT": "1", "CPUTRAIN_CORES_FOR_COMMUNICATION": "1"})
         assert not caplog.messages, "launch has kept the cores, and ccl's threads run there, or wherever is room"
 
 
@@ -69,7 +69,7 @@ def test_variables_without_effect_are_said_once(caplog) -> None:
     ],
 )
 def test_whose_mpirun_it_was(starter, environ) -> None:
-    assert mpi_library.started_by(environ) == starter
+    assert settings.mpirun_of(environ) == starter
 
 
 def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatch) -> None:
@@ -91,7 +91,7 @@ def test_what_is_compiled_once_is_kept_and_errors_are_shown(tmp_path, monkeypatc
 def test_another_oneccl_in_the_same_place_is_compiled_for_anew(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(oneccl_library, "_prefix", lambda: tmp_path)
-    monkeypatch.setattr(oneccl_library, "settings", lambda environ, address: {})
+    monkeypatch.setattr(oneccl_library, "variables", lambda address: {})
     for name in ("include/oneapi/ccl.hpp", "lib/pkgconfig/ccl.pc"):
         (tmp_path / name).parent.mkdir(parents=True)
         (tmp_path / name).write_text("Version: 2021.13.1\n")

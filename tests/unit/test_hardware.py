@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain import hardware
+from cputrain import hardware, settings
 
 GIB = 1 << 30
 ZEN3 = "fpu sse4_1 sse4_2 avx f16c fma avx2 vaes"
@@ -370,7 +370,8 @@ def test_the_environment_is_read_at_each_call(monkeypatch: pytest.MonkeyPatch) -
 def test_an_isa_that_cannot_run_or_does_not_exist(machine: FakeMachine) -> None:
     with pytest.raises(ValueError, match=r"CPUTRAIN_ISA is 'avx512', but this CPU lacks avx512f, .*choose a lower one"):
         hardware.best_isa(machine.read(), {"CPUTRAIN_ISA": "avx512"})
-    with pytest.raises(ValueError, match=r"'neon', which doesn't exist; choose one of avx512, avx2, portable"):
+    assert tuple(hardware.ISA_NEEDS) == settings.ISAS
+    with pytest.raises(ValueError, match="CPUTRAIN_ISA must be one of avx512, avx2, portable, found 'neon'"):
         hardware.best_isa(machine.read(), {"CPUTRAIN_ISA": "neon"})
 
 

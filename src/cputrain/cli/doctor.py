@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import sys
 from collections.abc import Iterable, Iterator
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cputrain import __version__, hardware
+from cputrain import __version__, hardware, settings
 from cputrain.cli import installation
 from cputrain.cli.app import command, new_app
 from cputrain.hardware import Fact
@@ -129,7 +128,7 @@ def _threads() -> Threads:
     """Asked after the kernels were loaded, so that every OpenMP runtime that a training would have is there."""
     torch = sys.modules.get("torch")  # the native library's module has imported it, if it can be imported
     threads = torch.get_num_threads() if torch else None
-    return Threads(threads, os.environ.get("OMP_NUM_THREADS"), installation.openmp_runtimes())
+    return Threads(threads, settings.value_of(settings.THREADS) or None, installation.openmp_runtimes())
 
 
 def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> Iterator[str]:

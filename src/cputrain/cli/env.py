@@ -67,5 +67,6 @@ def _lines(report: doctor.Report) -> Iterator[tuple[str, str]]:
 
 
 def _variables(environ: Mapping[str, str]) -> Iterator[tuple[str, str]]:
-    for name in sorted(filter(_VARIABLES.fullmatch, environ)):
-        yield name, "(set, not shown)" if is_secret_name(name) else repr(shown_value(environ[name]))
+    for name, value in sorted(environ.items()):
+        if _VARIABLES.fullmatch(name):
+            yield name, "(set, not shown)" if is_secret_name(name) else repr(shown_value(value))

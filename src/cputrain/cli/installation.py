@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from cputrain import settings
 from cputrain.hardware import Fact
 from cputrain.launch import allocator, mpi
 
@@ -30,7 +31,7 @@ def examine() -> Installation:
         _system(),
         _allocator(),
         _mpi(),
-        tuple(filter(lambda library: not allocator.loads(library), _preloaded())),
+        tuple(filter(lambda library: not allocator.loads(library), settings.preloaded())),
     )
 
 
@@ -74,11 +75,10 @@ def _allocator() -> Fact[str]:
     why_not = memory.why_not()
     if not why_not:
         return Fact("glibc's", "where malloc leads to")
-    return Fact(f"left as it is: {why_not}", f"LD_PRELOAD={os.environ['LD_PRELOAD']}" if _preloaded() else "")
-
-
-def _preloaded() -> list[str]:
-    return [library for library in re.split(r"[: ]", os.environ.get("LD_PRELOAD", "")) if library]
+    return Fact(
+        f"left as it is: {why_not}",
+        f"LD_PRELOAD={settings.value_of(settings.PRELOAD)}" if settings.preloaded() else "",
+    )
 
 
 def _mpi() -> Fact[str | None]:

@@ -11,8 +11,10 @@ from typing import Annotated, Any
 
 import typer
 
+from cputrain import settings
 from cputrain.cli.app import command, new_app
-from cputrain.integrations import notices, settings
+from cputrain.integrations import notices
+from cputrain.integrations.settings import checked
 from cputrain.launch import allocator as allocators
 from cputrain.launch import config_file, dry_run, environment, import_path, join, plan, ranks, sinks
 from cputrain.launch.config import ENGINES, PORT, PRECISIONS, Config
@@ -162,7 +164,7 @@ def launch(
     for warning in warnings:
         logger.warning(warning)
     for name, value, option in ((settings.DTYPE, dtype, "--dtype"), (settings.PADDING, padding, "--padding")):
-        added |= {name: settings.checked(name, value, option)} if value is not None else {}
+        added |= {name: checked(name, value, option)} if value is not None else {}
     program = (*(["-m"] if module else []), script, *(arguments or []))
     task = plan.Task(program, os.getcwd(), added, os.environ, os.isatty(2))
     sys.exit(_launched(chosen, task, mpirun, dry))
@@ -217,8 +219,11 @@ def _as_rank(chosen: _Chosen, task: plan.Task, place: ranks.Place, dry: bool) ->
     added = _labels(config, task)
     if config.max_restarts and place.rank == 0:
         logger.warning("max_restarts has no effect: the launcher that started this rank would have to start it anew")
-    if config.main_process_ip and not (os.environ.get("MASTER_ADDR") or os.environ.get("PET_MASTER_ADDR")):
-        added |= {"MASTER_ADDR": config.main_process_ip, "MASTER_PORT": str(config.main_process_port or PORT)}
+    if config.main_process_ip and not any(map(settings.value_of, (settings.MASTER_ADDR, settings.PET_MASTER_ADDR))):
+        added |= {
+            settings.MASTER_ADDR: config.main_process_ip,
+            settings.MASTER_PORT: str(config.main_process_port or PORT),
+        }
     return _here(task, added, place, dry)
 
 

@@ -21,6 +21,7 @@ from cputrain.cli.run_options import Target
 from cputrain.integrations import hook, notices
 from cputrain.launch import import_path, join
 from cputrain.log import say_once
+from cputrain.settings import is_first_rank
 
 if TYPE_CHECKING:
     from cputrain.launch.rendezvous import Exchange
@@ -30,7 +31,7 @@ def main(target: Target) -> NoReturn:
     notices.show()
     # Before anything is imported that reads the number of threads, or who this is.
     exchange = join.join(os.environ)
-    if not _is_first():
+    if not is_first_rank():
         notices.leave_to_rank_0()
     hook.activate()
     _as_python_would(_prepared(target), exchange)
@@ -106,7 +107,8 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
         sys.exit(2)
     except BaseException as error:  # noqa: BLE001 - printed and answered as the interpreter does
         error.__traceback__ = _without_ours(error.__traceback__)
-        if _is_first() or not isinstance(error, KeyboardInterrupt):  # Ctrl-C reaches all ranks: one shows where it was
+        # Ctrl-C reaches all ranks: one shows where it was.
+        if is_first_rank() or not isinstance(error, KeyboardInterrupt):
             sys.excepthook(type(error), error, error.__traceback__)
         _note_failure(exchange, 1)
         if isinstance(error, KeyboardInterrupt):
@@ -118,13 +120,9 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
 def _say_if_nothing_was_optimised() -> None:
     """Scripts with a training loop of their own need two lines more, unless a reason to stay as stock was given."""
     own_loops = sys.modules.get("cputrain.integrations.own_loops")
-    advice = own_loops.advice() if own_loops is not None and _is_first() else None
+    advice = own_loops.advice() if own_loops is not None and is_first_rank() else None
     if advice is not None and not notices.said_why_stock():
         say_once(advice)
-
-
-def _is_first() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 def _note_failure(exchange: Exchange | None, code: int) -> None:

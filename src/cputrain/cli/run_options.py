@@ -6,7 +6,8 @@ import os
 import sys
 from typing import NamedTuple
 
-from cputrain.integrations import settings
+from cputrain import settings
+from cputrain.integrations.settings import check, checked
 
 SUMMARY = "Run a training script with cputrain active, as python would run it."
 EXAMPLES = """
@@ -73,10 +74,10 @@ def read(arguments: list[str]) -> Target:
             raise ValueError(f"{name} needs a value.")
         if name not in OPTIONS:
             return Target(name, rest[0], rest[1:])
-        os.environ[OPTIONS[name]] = settings.checked(OPTIONS[name], rest.pop(0), name)
+        os.environ[OPTIONS[name]] = checked(OPTIONS[name], rest.pop(0), name)
     if not rest:
         raise ValueError("run needs a script: cputrain run [OPTIONS] SCRIPT [ARGUMENTS]...")
-    settings.check()
+    check()
     return Target("", rest[0], rest[1:])
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from cputrain import user_folders
 from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
 from cputrain.launch import hostfile
 from cputrain.launch.hostfile import Host
@@ -80,13 +81,13 @@ def main(words: list[str]) -> None:
     parser.add_argument("command", nargs="+")
     chosen = parser.parse_args(words)
     workers = hostfile.read(chosen.hostfile)
-    configuration = _write_ssh_configuration(Path(os.environ["HOME"]), chosen.ssh_folder)
-    environ = environment(chosen.mpi, os.environ, configuration, workers[0].name)
+    configuration = _write_ssh_configuration(user_folders.home() or Path(), chosen.ssh_folder)
+    given = environment(chosen.mpi, os.environ, configuration, workers[0].name)
     wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
-    forward = [name for name in dict.fromkeys(wanted) if name in environ]
+    forward = [name for name in dict.fromkeys(wanted) if name in given]
     command = mpirun(chosen.mpi, chosen.hostfile, workers, forward, chosen.command)
     print("starting:", " ".join(command), flush=True)
-    os.execvpe(command[0], command, environ)
+    os.execvpe(command[0], command, given)
 
 
 if __name__ == "__main__":

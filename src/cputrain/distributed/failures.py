@@ -55,14 +55,6 @@ def tell_launch(error: CollectiveError) -> None:
         blame.tell(blame.Blame(error.culprit, f"{type(error).__name__}: {error}"))
 
 
-_ERRORS = {
-    native_calls.DIED: PeerDied,
-    native_calls.TIMEOUT: PeerLate,
-    native_calls.MISMATCH: CollectivesDiffer,
-    native_calls.LEFT: PeerDied,
-}
-
-
 def describe_last(status: Status) -> str:
     """The culprit's last collective."""
     if status.sequence == 0:
@@ -88,15 +80,19 @@ def different_message(peer: int, sent: int, expected: int) -> CollectivesDiffer:
     )
 
 
+def _last(theirs: str, mine: str) -> str:
+    return f"; its last collective was {theirs}; this rank is in {mine}."
+
+
 def died_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine; `last` is what it is known to have finished."""
-    text = f"{peer} died, or its machine can't be reached; its last collective was {last}; this rank is in {mine}."
+    text = f"{peer} died, or its machine can't be reached{_last(last, mine)}"
     return blaming(peer, PeerDied(text))
 
 
 def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine that ended without what this one waits for."""
-    text = f"{peer} has ended the group; its last collective was {last}; this rank is in {mine}."
+    text = f"{peer} has ended the group{_last(last, mine)}"
     return blaming(peer, PeerDied(text))
 
 
@@ -117,8 +113,7 @@ def differ_elsewhere(who: str, mine: str) -> CollectivesDiffer:
 
 
 def late(peer: Peer, seconds: float, last: str, mine: str) -> PeerLate:
-    waited = f"{peer} is late: waited {seconds:g} s (ddp_timeout)"
-    return blaming(peer, PeerLate(f"{waited}; its last collective was {last}; this rank is in {mine}."))
+    return blaming(peer, PeerLate(f"{peer} is late: waited {seconds:g} s (ddp_timeout){_last(last, mine)}"))
 
 
 def came_late(peer: Peer, seconds: float, mine: str) -> PeerLate:
@@ -168,15 +163,12 @@ def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: 
     culprit, last = peers[status.culprit], describe_last(status)
     reporter = peers[status.reporter]
     found = "" if status.reporter == status.culprit else f" (found by rank {reporter.global_rank})"
-    if status.kind == native_calls.DIED:
-        text = f"{culprit} died{found}; its last collective was {last}; this rank is in {mine}."
-    elif status.kind == native_calls.LEFT:
-        text = f"{culprit} has ended the group{found}; its last collective was {last}; this rank is in {mine}."
-    elif status.kind == native_calls.TIMEOUT:
-        text = (
-            f"{culprit} is late: waited {seconds:g} s (ddp_timeout){found}; its last collective was {last}; "
-            f"this rank is in {mine}."
-        )
-    else:
+    happened = {
+        native_calls.DIED: (PeerDied, "died"),
+        native_calls.LEFT: (PeerDied, "has ended the group"),
+        native_calls.TIMEOUT: (PeerLate, f"is late: waited {seconds:g} s (ddp_timeout)"),
+    }
+    if status.kind not in happened:
         return differ(culprit, last, mine, found)
-    return blaming(culprit, _ERRORS.get(status.kind, CollectiveError)(text))
+    kind, what = happened[status.kind]
+    return blaming(culprit, kind(f"{culprit} {what}{found}{_last(last, mine)}"))

@@ -26,8 +26,10 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from cputrain import authentication
-from cputrain.distributed import communication_cpus, native_calls
+from cputrain.distributed import native_calls
+from cputrain.distributed.work import move_to_communication_cpus
 from cputrain.keep_alive import keep_alive
+from cputrain.settings import is_first_rank
 
 _NUMBER = struct.Struct("i")
 _PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that it is in
@@ -116,7 +118,7 @@ class Monitor:
             connection.close()
 
     def _serve(self) -> None:
-        communication_cpus.move_there()
+        move_to_communication_cpus()
         with selectors.DefaultSelector() as selector:
             for peer, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
@@ -230,8 +232,8 @@ def _connect(store: dist.Store, rank: int, size: int, address: str, timeout: tim
 
 def _gather(store: dist.Store, size: int, address: str, deadline: float) -> dict[int, socket.socket]:
     """Of each rank its last connection: a rank whose first one broke has come again."""
-    if os.environ.get("RANK", "0") == "0":  # said by the first group, of all ranks; later groups have other first ranks
-        authentication.say_if_unprotected(os.environ)
+    if is_first_rank():  # said by the first group, of all ranks; later groups have other first ranks
+        authentication.say_if_unprotected()
     group = secrets.token_hex(16)  # other groups, and earlier attempts, have ports of their own
     server = socket.create_server((address, 0), family=_family(address), backlog=1024)
     with contextlib.closing(authentication.Listener(server, _key(group), size)) as listener:
@@ -268,7 +270,7 @@ def _report(store: dist.Store, rank: int, timeout: timedelta, deadline: float) -
 
 
 def _key(group: str) -> bytes:
-    return authentication.key_for(f"monitor {group}", os.environ)
+    return authentication.key_for(f"monitor {group}")
 
 
 def _family(address: str) -> socket.AddressFamily:

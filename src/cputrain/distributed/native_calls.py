@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch.distributed import ReduceOp
@@ -282,32 +282,17 @@ class SharedMemory:
         self, target: int, parts: Sequence[int], size: int, dtype: int, reduction: int, timeout: int
     ) -> None:
         pointers = _pointers(parts)
-        number = _OPERATION_NUMBERS["reduce_scatter"]
-        self._call(
-            Collective(REDUCE_SCATTER, number, dtype, reduction, -1, size, 0, target, ctypes.addressof(pointers)),
-            timeout,
-        )
+        what = _OPERATION_NUMBERS["reduce_scatter"], dtype, reduction, -1, size
+        self._call(Collective(REDUCE_SCATTER, *what, 0, target, ctypes.addressof(pointers)), timeout)
 
     def publish(
         self, name: str, source: int, sizes: Sequence[int], targets: Sequence[int], root: int, timeout: int
     ) -> None:
         """Every rank's source, sizes[r] bytes long, goes to the ranks with a place for it (targets[r] not 0)."""
         pointers, lengths = _pointers(targets), _sizes(sizes)
-        self._call(
-            Collective(
-                PUBLISH,
-                _OPERATION_NUMBERS[name],
-                BYTES,
-                0,
-                root,
-                max(sizes),
-                source,
-                0,
-                ctypes.addressof(pointers),
-                ctypes.addressof(lengths),
-            ),
-            timeout,
-        )
+        addresses = ctypes.addressof(pointers), ctypes.addressof(lengths)
+        operation = _OPERATION_NUMBERS[name]
+        self._call(Collective(PUBLISH, operation, BYTES, 0, root, max(sizes), source, 0, *addresses), timeout)
 
     def exchange(
         self,
@@ -325,33 +310,26 @@ class SharedMemory:
         self._call(Collective(EXCHANGE, _OPERATION_NUMBERS[name], BYTES, 0, root, 0, 0, 0, *addresses), timeout)
 
     def _call(self, collective: Collective, timeout: int) -> None:
-        status = Status()
-        self._kernels.ccl_collective(
-            self._group_pointer, ctypes.addressof(collective), ctypes.addressof(status), timeout
-        )
-        if status.kind:
-            self._raise(status)
+        self._checked(self._kernels.ccl_collective, ctypes.addressof(collective), timeout=timeout)
 
     # --- From one rank to another --------------------------------------------------------------------------------
 
     def send(self, peer: int, address: int, size: int, timeout: int) -> None:
-        status = Status()
-        self._kernels.ccl_send(self._group_pointer, peer, address, size, ctypes.addressof(status), timeout)
-        if status.kind:
-            self._raise(status)
+        self._checked(self._kernels.ccl_send, peer, address, size, timeout=timeout)
 
     def receive(self, peer: int, address: int, size: int, timeout: int) -> None:
-        status = Status()
-        self._kernels.ccl_receive(self._group_pointer, peer, address, size, ctypes.addressof(status), timeout)
-        if status.kind:
-            self._raise(status)
+        self._checked(self._kernels.ccl_receive, peer, address, size, timeout=timeout)
 
     def is_readable(self, peer: int) -> bool:
         answer = ctypes.c_int64()
         self._kernels.ccl_readable(self._group_pointer, peer, ctypes.byref(answer))
         return bool(answer.value)
 
-    def _raise(self, status: Status) -> None:
+    def _checked(self, kernel: Callable[..., None], *arguments: int, timeout: int) -> None:
+        status = Status()
+        kernel(self._group_pointer, *arguments, ctypes.addressof(status), timeout)
+        if not status.kind:
+            return
         error, self._interruption.error = self._interruption.error, None
         if status.kind == INTERRUPTED and error is not None:
             raise error

@@ -17,13 +17,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import profiler
 
-from cputrain.distributed import failures, native_calls, profiled, sparse, staging
+from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import CollectiveError, PeerLate
 from cputrain.distributed.named_group import NamedGroup
-from cputrain.distributed.staging import Outputs
+from cputrain.distributed.tensors import Outputs, cut, in_place, parts_of, sparse_all_reduce, to_read
 from cputrain.distributed.transport import Transport
-from cputrain.distributed.work import Lane, SeveralWorks, Work
+from cputrain.distributed.work import Lane, SeveralWorks, Work, run_profiled
 
 _live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
 # How long the end of a group waits for operations that were queued and not waited for.
@@ -49,14 +50,14 @@ class CclProcessGroup(NamedGroup):
         reduction, limit = _reduction(opts), self._limit(opts, timeout)
         _check_reduction(tensors, reduction)
         if tensors[0].layout is not torch.strided:
-            run_sparse = sparse.operation(self.transport, tensors, reduction, self._size, limit)
+            run_sparse = sparse_all_reduce(self.transport, tensors, reduction, self._size, limit)
             return self._run("sparse_all_reduce", run_sparse, tensors, opts)
         if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
             tensor = tensors[0]  # the common case, without a detour
             return self._run("all_reduce", lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
 
         def run(_: Work) -> None:
-            staging.in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
+            in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
 
         return self._run("all_reduce", run, tensors, opts)
 
@@ -67,7 +68,7 @@ class CclProcessGroup(NamedGroup):
         _check_reduction(tensors, reduction)
 
         def run(_: Work) -> None:
-            staging.in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
+            in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
 
         return self._run("reduce", run, list(tensors), opts)
 
@@ -80,11 +81,9 @@ class CclProcessGroup(NamedGroup):
 
         def run(_: Work) -> None:
             for output, parts in zip(outputs, inputs, strict=True):
-                places = Outputs()
-                target = places.place(output)
-                sources = [staging.to_read(part) for part in parts]
-                self.transport.reduce_scatter(target, sources, reduction, limit)
-                places.deliver()
+                with Outputs() as places:
+                    sources = [to_read(part) for part in parts]
+                    self.transport.reduce_scatter(places.place(output), sources, reduction, limit)
 
         return self._run("reduce_scatter", run, list(outputs), opts, [part for parts in inputs for part in parts])
 
@@ -94,7 +93,7 @@ class CclProcessGroup(NamedGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
     ) -> Work:
-        parts = [staging.parts_of(staging.to_read(tensor), self._size, "the input") for tensor in inputs]
+        parts = [parts_of(to_read(tensor), self._size, "the input") for tensor in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
     # --- Moves ---------------------------------------------------------------------------------------------------
@@ -105,7 +104,7 @@ class CclProcessGroup(NamedGroup):
         limit = self._limit(opts, timeout)
 
         def run(_: Work) -> None:
-            staging.in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
+            in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
 
         return self._run("broadcast", run, tensors, opts)
 
@@ -127,9 +126,8 @@ class CclProcessGroup(NamedGroup):
 
         def run(_: Work) -> None:
             for targets, tensor in pairs:
-                places = Outputs()
-                self.transport.all_gather([places.place(t) for t in targets], staging.to_read(tensor), limit)
-                places.deliver()
+                with Outputs() as places:
+                    self.transport.all_gather([places.place(t) for t in targets], to_read(tensor), limit)
 
         targets_of_all = [target for targets, _ in pairs for target in targets]
         return self._run("all_gather", run, targets_of_all, opts, [tensor for _, tensor in pairs])
@@ -150,10 +148,9 @@ class CclProcessGroup(NamedGroup):
 
         def run(_: Work) -> None:
             for output, tensor in zip(outputs, inputs, strict=True):
-                places = Outputs()
-                targets = staging.parts_of(places.place(output), self._size, "the output")
-                self.transport.all_gather(targets, staging.to_read(tensor), limit)
-                places.deliver()
+                with Outputs() as places:
+                    targets = parts_of(places.place(output), self._size, "the output")
+                    self.transport.all_gather(targets, to_read(tensor), limit)
 
         return self._run("all_gather", run, list(outputs), opts, inputs)
 
@@ -171,9 +168,8 @@ class CclProcessGroup(NamedGroup):
             raise ValueError(f"gather needs {self._size} outputs of the input's size at the root.")
 
         def run(_: Work) -> None:
-            places = Outputs()
-            self.transport.gather([places.place(t) for t in targets], staging.to_read(tensor), root, limit)
-            places.deliver()
+            with Outputs() as places:
+                self.transport.gather([places.place(t) for t in targets], to_read(tensor), root, limit)
 
         return self._run("gather", run, targets, opts, inputs)
 
@@ -184,10 +180,8 @@ class CclProcessGroup(NamedGroup):
             raise ValueError(f"scatter needs {self._size} inputs of the output's size at the root.")
 
         def run(_: Work) -> None:
-            places = Outputs()
-            target = places.place(output)
-            self.transport.scatter(target, [staging.to_read(s) for s in sources], root, limit)
-            places.deliver()
+            with Outputs() as places:
+                self.transport.scatter(places.place(output), [to_read(s) for s in sources], root, limit)
 
         return self._run("scatter", run, [output], opts, sources)
 
@@ -199,10 +193,9 @@ class CclProcessGroup(NamedGroup):
         limit = self._limit(opts)
 
         def run(_: Work) -> None:
-            places = Outputs()
-            targets = [places.place(output) for output in outputs]
-            self.transport.all_to_all(targets, [staging.to_read(tensor) for tensor in inputs], limit)
-            places.deliver()
+            with Outputs() as places:
+                targets = [places.place(output) for output in outputs]
+                self.transport.all_to_all(targets, [to_read(tensor) for tensor in inputs], limit)
 
         return self._run("all_to_all", run, list(outputs), opts, inputs)
 
@@ -215,20 +208,20 @@ class CclProcessGroup(NamedGroup):
         opts: Any = None,
     ) -> Work:
         limit = self._limit(opts)
-        sources = staging.cut(staging.to_read(tensor), input_splits, self._size, "the input")
+        sources = cut(to_read(tensor), input_splits, self._size, "the input")
         places = Outputs()
-        targets = staging.cut(places.place(output), output_splits, self._size, "the output")
+        targets = cut(places.place(output), output_splits, self._size, "the output")
 
         def run(_: Work) -> None:
-            self.transport.all_to_all(targets, sources, limit)
-            places.deliver()
+            with places:
+                self.transport.all_to_all(targets, sources, limit)
 
         return self._run("all_to_all", run, [output], opts, [tensor])
 
     # --- Messages and barriers -----------------------------------------------------------------------------------
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
-        tensor = staging.to_read(tensors[0])
+        tensor = to_read(tensors[0])
         return self._run_beside(
             ("send", peer, tag), lambda _: self.transport.send(tensor, peer, tag, self._timeout), list(tensors)
         )
@@ -244,8 +237,8 @@ class CclProcessGroup(NamedGroup):
         target = places.place(tensors[0])
 
         def run(work: Work) -> None:
-            work._source = self.transport.receive(target, peer, tag, self._timeout)
-            places.deliver()
+            with places:
+                work._source = self.transport.receive(target, peer, tag, self._timeout)
 
         key = ("recvAnySource", -1, tag) if peer is None else ("recv", peer, tag)
         return self._run_beside(key, run, list(tensors))
@@ -297,8 +290,8 @@ class CclProcessGroup(NamedGroup):
         asynchronous: bool,
         inputs: Sequence[Tensor] | None = None,
     ) -> Work:
-        if profiled.is_on():
-            work = profiled.run(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
+        if profiler._is_profiler_enabled:
+            work = run_profiled(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
         else:
             work = lane.run(operation, tensors, asynchronous)
         if self._coalesced is not None:

@@ -1,14 +1,18 @@
-"""Who shares a machine: ranks offer memory over abstract Unix sockets, and the ranks that can open it share it.
+"""How the ranks of a group find each other: who shares a machine, and under which addresses machines are reached.
 
-Nothing else is asked. Host names, addresses and boot ids are the same in places that share no memory (two pods of one
-node), and different in places that do. The memory has no name (`memfd`), so nothing is left of it when the last
-process ends, and the size of /dev/shm is no limit.
+Ranks offer memory over abstract Unix sockets, and those that can open it share it. Nothing else is asked: host names,
+addresses and boot ids are the same in places that share no memory (two pods of one node), and different in places that
+do. The memory has no name (`memfd`), so nothing is left of it when the last process ends, and the size of /dev/shm is
+no limit.
+
+The address under which other machines reach this one is that of its route to the master, never its own name's.
 """
 
 from __future__ import annotations
 
 import array
 import contextlib
+import ipaddress
 import json
 import mmap
 import os
@@ -22,12 +26,10 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from cputrain import __version__, authentication
+from cputrain import __version__, authentication, settings
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
-# For tests: "0,1;2" lets ranks 0 and 1 share memory with no other, as if 2 were on another machine.
-APART = "CPUTRAIN_CCL_TEST_MACHINES"
 _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 _RANK = struct.Struct("i")
 
@@ -120,7 +122,7 @@ def _first_that_opens(cards: list[dict], rank: int, global_ranks: list[int]) -> 
 
 
 def _kept_apart(one: int, other: int) -> bool:
-    machines = [set(map(int, part.split(","))) for part in os.environ.get(APART, "").split(";") if part]
+    machines = settings.machines_of_tests()
     return bool(machines) and not any(one in machine and other in machine for machine in machines)
 
 
@@ -246,3 +248,43 @@ def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:
         return _RANK.unpack(data)[0], found.tolist()
     _close_all(found)
     return -1, []
+
+
+# --- Addresses for other machines --------------------------------------------------------------------------------
+
+_LOCAL = "127.0.0.1"
+
+
+def reachable_address(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
+    """This rank's address for the others. Every rank of the group calls this.
+
+    On the master's own machine the way to the master is loopback (where torchrun gives its name, which is 127.0.1.1 on
+    many systems): there it is the way to the first rank that has come from elsewhere.
+    """
+    own = own_address()
+    store.set(f"address/{rank}", own)
+    keys = [f"address/{other}" for other in range(size)]
+    store.wait(keys, timeout)
+    others = [store.get(key).decode() for key in keys]
+    elsewhere = [address for address in others if not ipaddress.ip_address(address).is_loopback]
+    if elsewhere and ipaddress.ip_address(own).is_loopback:
+        return _towards(elsewhere[0], 9)
+    return own
+
+
+def own_address() -> str:
+    """The address that the kernel would use to reach MASTER_ADDR; this machine's own loopback if all is local."""
+    master, port = settings.meeting_place()
+    if not master:
+        return _LOCAL
+    try:
+        return _towards(master, port)
+    except socket.gaierror as error:
+        raise ValueError(f"MASTER_ADDR={master} can't be resolved: {error}; give an address or a known name.") from None
+
+
+def _towards(host: str, port: int) -> str:
+    family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:  # connecting a datagram socket sends nothing
+        probe.connect(target)
+        return probe.getsockname()[0]

@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from cputrain.distributed import failures, native_calls
-from cputrain.distributed.alone import AloneTransport
 from cputrain.distributed.engines import EVERYBODY, Engine
 from cputrain.distributed.failures import (
     CollectiveError,
@@ -30,7 +29,7 @@ from cputrain.distributed.failures import (
 )
 from cputrain.distributed.monitor import Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
-from cputrain.distributed.transport import Transport
+from cputrain.distributed.transport import AloneTransport, Transport
 
 _Result = TypeVar("_Result")
 
@@ -108,21 +107,21 @@ class TwoLevelTransport(Transport):
 
     def _reduce_between(self, tensor: Tensor, reduction: int, dtype: torch.dtype, timeout: float) -> None:
         """Each machine reduces a part, in the order of the machines, and sends it to all others."""
-        between = self._the_between()
-        if self._through(lambda: between.all_reduce(tensor, reduction, timeout)):
+        assert self._between is not None, "only a machine's first rank speaks to other machines"
+        if self._through(self._between.all_reduce, tensor, reduction, timeout):
             return
         count, flat = len(self._machines), tensor.reshape(-1)
         sizes = [flat.numel() // count + (part < flat.numel() % count) for part in range(count)]
         received = [torch.empty(sizes[self._here], dtype=flat.dtype) for _ in range(count)]
         parts = list(flat.split(sizes))
-        self._through(lambda: self._the_between().all_to_all(_bytes(received), _bytes(parts), timeout))
+        self._through(self._between.all_to_all, _bytes(received), _bytes(parts), timeout)
         reduced = torch.empty(sizes[self._here], dtype=flat.dtype)
         if reduced.numel():
             native_calls.reduce_tensors(reduced, received, reduction, self.size)
         # Sums of 16-bit floats travel in fp32, what comes of them is rounded once and travels in 16 bits.
         results = list(torch.empty(flat.numel(), dtype=dtype).split(sizes))
         own = _bytes([reduced.to(dtype)])[0]
-        self._through(lambda: self._the_between().all_gather(_bytes(results), own, timeout))
+        self._through(self._between.all_gather, _bytes(results), own, timeout)
         flat.copy_(torch.cat(results))
 
     @_named
@@ -149,7 +148,7 @@ class TwoLevelTransport(Transport):
         if machine == self._here:
             self._local.broadcast(tensor, place, timeout)
         if self._between is not None:
-            self._through(lambda: self._the_between().broadcast(_bytes([tensor])[0], machine, timeout))
+            self._through(self._between.broadcast, _bytes([tensor])[0], machine, timeout)
         if machine != self._here:
             self._local.broadcast(tensor, 0, timeout)
 
@@ -165,7 +164,7 @@ class TwoLevelTransport(Transport):
         own = _bytes([tensor])[0]
         self._local.gather_uneven(parts if is_first else [], own, [sizes[r] for r in mine], timeout)
         if self._between is not None:
-            self._through(lambda: self._the_between().all_gather(joined, joined[self._here].clone(), timeout))
+            self._through(self._between.all_gather, joined, joined[self._here].clone(), timeout)
         everything = torch.cat(joined)
         self._local.broadcast(everything, 0, timeout)
         order = [r for machine in self._machines for r in machine]
@@ -175,18 +174,16 @@ class TwoLevelTransport(Transport):
     @_named
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
         self._enter("gather", tensor.dtype, tensor.nbytes, timeout, root)
-        nothing = torch.empty(0, dtype=torch.uint8)
         own = _bytes([tensor])[0]
-        received = _bytes(outputs) if self.rank == root else [nothing] * self.size
-        sent = [own if r == root else nothing for r in range(self.size)]
+        received = _bytes(outputs) if self.rank == root else [_NOTHING] * self.size
+        sent = [own if r == root else _NOTHING for r in range(self.size)]
         self._exchange(received, sent, timeout)
 
     @_named
     def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
         self._enter("scatter", output.dtype, output.nbytes, timeout, root)
-        nothing = torch.empty(0, dtype=torch.uint8)
-        received = [_bytes([output])[0] if r == root else nothing for r in range(self.size)]
-        sent = _bytes(tensors) if self.rank == root else [nothing] * self.size
+        received = [_bytes([output])[0] if r == root else _NOTHING for r in range(self.size)]
+        sent = _bytes(tensors) if self.rank == root else [_NOTHING] * self.size
         self._exchange(received, sent, timeout)
 
     @_named
@@ -198,7 +195,7 @@ class TwoLevelTransport(Transport):
         """Every rank compares all sizes first: engines wait for ever for bytes that no rank sends."""
         mine = torch.tensor([[t.numel() for t in inputs], [t.numel() for t in outputs]])
         sizes = torch.empty(self.size, 2, self.size, dtype=torch.int64)
-        self._through(lambda: self._flat.all_gather(_bytes(list(sizes)), _bytes([mine])[0], timeout))
+        self._through(self._flat.all_gather, _bytes(list(sizes)), _bytes([mine])[0], timeout)
         sent, awaited = sizes[:, 0], sizes[:, 1].T
         for source, target in (sent != awaited).nonzero().tolist():
             self._broken = True
@@ -207,7 +204,7 @@ class TwoLevelTransport(Transport):
                 f"{sent[source, target]:,} bytes to {self._peers[target]}, which awaits {awaited[source, target]:,}."
             )
             raise failures.blaming(self._peers[source], CollectivesDiffer(text))
-        self._through(lambda: self._flat.all_to_all(outputs, inputs, timeout))
+        self._through(self._flat.all_to_all, outputs, inputs, timeout)
 
     @_named
     def barrier(self, timeout: float, name: str = "barrier") -> None:
@@ -217,10 +214,10 @@ class TwoLevelTransport(Transport):
     # --- Messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
-        self._through(lambda: self._flat.send(_bytes([tensor])[0], peer, tag, timeout))
+        self._through(self._flat.send, _bytes([tensor])[0], peer, tag, timeout)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
-        return self._through(lambda: self._flat.receive(_bytes([tensor])[0], peer, tag, timeout))
+        return self._through(self._flat.receive, _bytes([tensor])[0], peer, tag, timeout)
 
     # --- Ends ----------------------------------------------------------------------------------------------------
 
@@ -296,7 +293,7 @@ class TwoLevelTransport(Transport):
         text = mine.encode()[:_TITLE].ljust(_TITLE)
         title = torch.frombuffer(bytearray(text), dtype=torch.uint8)
         titles = [torch.empty(_TITLE, dtype=torch.uint8) for _ in self._machines]
-        self._through(lambda: self._the_between().all_gather(titles, title, timeout))
+        self._through(self._between.all_gather, titles, title, timeout)
         for machine, other in zip(self._machines, titles, strict=True):
             if not torch.equal(other, title):
                 theirs = bytes(other.tolist()).decode(errors="replace").strip()
@@ -304,31 +301,23 @@ class TwoLevelTransport(Transport):
                 self._local.report(native_calls.MISMATCH, machine[0])
                 raise failures.differ(self._peers[machine[0]], theirs, self._mine)
 
-    def _the_between(self) -> Engine:
-        assert self._between is not None, "only a machine's first rank speaks to other machines"
-        return self._between
-
-    def _through(self, call: Callable[[], _Result]) -> _Result:
-        """An engine that failed is never used again, and the rest of this machine hears of it."""
+    def _through(self, call: Callable[..., _Result], *arguments: Any) -> _Result:
+        """An engine's call. One that failed is never used again, and the rest of this machine hears of it."""
         try:
-            return call()
-        except PeerLate:
+            return call(*arguments)
+        except CollectiveError as error:
             self._broken = True
-            self._tell_here(native_calls.TIMEOUT, self._monitor.absent())
-            raise
-        except CollectivesDiffer:
-            self._broken = True
-            differing = self._monitor.differing
-            self._tell_here(native_calls.MISMATCH, differing if differing >= 0 else None)
-            raise
-        except CollectiveError:
-            self._broken = True
-            self._tell_here(native_calls.DIED, self._monitor.culprit())
+            kind, culprit = self._cause(error)
+            self._local.report(kind, failures.nobody(self._peers) if culprit is None else culprit)
             raise
 
-    def _tell_here(self, kind: int, culprit: int | None) -> None:
-        """Ends the wait of this machine's other ranks; no rank is blamed if none is known."""
-        self._local.report(kind, failures.nobody(self._peers) if culprit is None else culprit)
+    def _cause(self, error: CollectiveError) -> tuple[int, int | None]:
+        """What happened, and which rank is known to be the cause."""
+        if isinstance(error, PeerLate):
+            return native_calls.TIMEOUT, self._monitor.absent()
+        if isinstance(error, CollectivesDiffer):
+            return native_calls.MISMATCH, self._monitor.differing if self._monitor.differing >= 0 else None
+        return native_calls.DIED, self._monitor.culprit()
 
 
 # A rank may end the group while its last bytes are still on their way.

@@ -5,24 +5,30 @@ The native calls release the GIL, so a lane computes beside the Python code that
 
 from __future__ import annotations
 
+import contextlib
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._C._distributed_c10d import Work as TorchWork
+from torch._C._profiler import _RecordFunctionFast
 
-from cputrain.distributed import communication_cpus, failures
+from cputrain.distributed import failures
 from cputrain.distributed.failures import CollectiveError
+from cputrain.log import say_once
+from cputrain.settings import COMMUNICATION_CPUS, communication_cpus
 
 
 class Work(TorchWork):
     """One operation that runs, or ran. torch's trampolines ask for `wait` and `get_future`."""
 
-    def __init__(self, tensors: list[torch.Tensor]) -> None:
+    def __init__(self, tensors: list[Tensor]) -> None:
         super().__init__()
         self._tensors = tensors
         self._lock = threading.Lock()
@@ -75,7 +81,7 @@ class Work(TorchWork):
             ended.set_result(None)
         return future
 
-    def _outcome(self, _: torch.futures.Future) -> list[torch.Tensor]:
+    def _outcome(self, _: torch.futures.Future) -> list[Tensor]:
         if self._error is not None:
             raise self._error.with_traceback(None)  # torch quotes it; frames of the lane's thread don't help
         return self._tensors
@@ -89,7 +95,7 @@ class Work(TorchWork):
     def exception(self) -> BaseException | None:
         return self._error
 
-    def result(self) -> list[torch.Tensor]:
+    def result(self) -> list[Tensor]:
         return self._tensors
 
     def synchronize(self) -> None:
@@ -113,7 +119,7 @@ class SeveralWorks(TorchWork):
         return all(work.wait() if timeout is None else work.wait(timeout) for work in self._works)
 
     def get_future(self) -> torch.futures.Future:
-        def results(done: torch.futures.Future) -> list[torch.Tensor]:
+        def results(done: torch.futures.Future) -> list[Tensor]:
             return [tensor for future in done.wait() for tensor in future.wait()]
 
         return torch.futures.collect_all([work.get_future() for work in self._works]).then(results)
@@ -140,7 +146,7 @@ class Lane:
         self._free = threading.Lock()  # held while an operation runs
         self._closed = False
 
-    def run(self, operation: Callable[[Work], Any], tensors: list[torch.Tensor], asynchronous: bool) -> Work:
+    def run(self, operation: Callable[[Work], Any], tensors: list[Tensor], asynchronous: bool) -> Work:
         """Starts an operation after all that came before it."""
         work = Work(tensors)
         with self._lock:
@@ -162,7 +168,7 @@ class Lane:
             self._thread.start()
 
     def _serve(self) -> None:
-        communication_cpus.move_there()
+        move_to_communication_cpus()
         while (item := self._queue.get()) is not None:
             self._execute(*item)
             del item  # the tensors must not live until the next operation comes
@@ -195,3 +201,59 @@ class Lane:
             self._queue.put(None)
             if thread is not threading.current_thread():
                 thread.join()
+
+
+def run_profiled(
+    lane: Lane,
+    name: str,
+    operation: Callable[[Work], None],
+    tensors: list[Tensor],
+    inputs: Sequence[Tensor],
+    asynchronous: bool,
+) -> Work:
+    """Through the lane's thread, also if the caller waits.
+
+    An event that begins in one thread and ends in another is asynchronous to the profiler, as those of gloo are: it
+    isn't taken for the parent of what the caller's thread does meanwhile. It ends before the caller goes on.
+    """
+    events = [_RecordFunctionFast(f"ccl:{name}", list(inputs))]
+    events[0].__enter__()
+
+    def recorded(work: Work) -> None:
+        try:
+            operation(work)
+        finally:
+            events.clear()  # ends it: `__exit__` does nothing in a thread in which the profiler wasn't started
+
+    work = lane.run(recorded, tensors, asynchronous=True)
+    if not asynchronous:
+        work.wait()
+    return work
+
+
+# --- Which cores these threads use: those that `--cores-for-communication` or CCL_WORKER_COUNT kept free -----------
+
+
+def move_to_communication_cpus() -> None:
+    """This thread, and all that it starts from now on, if cores were kept free for communication."""
+    if communication_cpus():
+        _move(frozenset(communication_cpus()))
+
+
+@contextlib.contextmanager
+def on_communication_cpus() -> Iterator[None]:
+    """Threads that a library starts within are bound there; the caller's own isn't, afterwards."""
+    before = os.sched_getaffinity(0)
+    move_to_communication_cpus()
+    try:
+        yield
+    finally:
+        if communication_cpus():
+            os.sched_setaffinity(0, before)
+
+
+def _move(wanted: frozenset[int]) -> None:
+    try:
+        os.sched_setaffinity(0, wanted)
+    except OSError as error:
+        say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 from dataclasses import asdict, dataclass
 from functools import cache
 
 import torch
 
-from cputrain import attempt, hardware
+from cputrain import hardware, settings
 from cputrain.formats import Bf16, Bf16Saved, Fp32, Int16, speed
 from cputrain.log import logger, say_once
 
@@ -113,13 +112,13 @@ def _agreed() -> Choice:
     if torch.distributed.is_initialized():
         rank, size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     else:
-        rank, size = (int(os.environ.get(name) or default) for name, default in (("RANK", "0"), ("WORLD_SIZE", "1")))
+        rank, size = settings.number(settings.RANK), settings.number(settings.WORLD_SIZE, 1)
     if size == 1:
         return automatic()
     store = _store()
     if store is None:
         return automatic(measured=False)
-    key = f"cputrain/precision/{attempt.name()}"
+    key = f"cputrain/precision/{settings.attempt()}"
     if rank == 0:
         store.set(key, json.dumps(asdict(automatic())))
     choice = Choice(**json.loads(store.get(key)))
@@ -133,9 +132,9 @@ def _store() -> torch.distributed.Store | None:
     distributed = torch.distributed
     if distributed.is_initialized():
         return distributed.distributed_c10d._get_default_store()
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not settings.has_agents_store():
         return None
-    return distributed.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return distributed.TCPStore(*settings.meeting_place(), is_master=False)
 
 
 def _cpu() -> str:

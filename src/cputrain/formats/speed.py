@@ -24,7 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from cputrain import __version__, hardware, native, user_folders
+from cputrain import __version__, hardware, native, settings, user_folders
 from cputrain.formats import FORMATS, Bf16, Dense, Fp32, Int16
 from cputrain.log import logger
 
@@ -39,7 +39,6 @@ _SLOWER = 0.95
 FAST_BF16 = {"amx_bf16", "bf16"}
 
 # By these, users hold torch's libraries to lower instruction sets: what was measured under them holds only there.
-_LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 
 _found: dict[str, float | None] = {}  # by this process
 
@@ -136,7 +135,7 @@ def _seconds(name: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, ...]:
 
 def _key(name: str) -> str:
     machine = hardware.this_machine()
-    limits = [f"{name}={os.environ[name]}" for name in _LIMITS if name in os.environ]
+    limits = [f"{name}={settings.value_of(name)}" for name in settings.PRODUCT_LIMITS if settings.is_set(name)]
     # "by CPU time": what earlier versions measured by wall time could be off by half, and is not read any more.
     return " | ".join(
         (machine.model.value, native.kernels().isa, f"cputrain {__version__}",

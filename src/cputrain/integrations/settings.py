@@ -9,56 +9,43 @@ from typing import TYPE_CHECKING
 
 from cputrain.integrations.notices import Refused
 from cputrain.log import say_once
-from cputrain.settings import (
-    BALANCE,
-    BALANCES,
-    COMPRESSIONS,
-    DTYPE,
-    DTYPES,
-    GRADIENTS,
-    PADDING,
-    PADDINGS,
-    one_of,
-)
+from cputrain.settings import BALANCE, DTYPE, GRADIENTS, IPEX, PADDING, VARIABLES, one_of
 
 if TYPE_CHECKING:
     from cputrain.api import Padding
 
-# A configuration's `ipex: false`. Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
-IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
-_KNOWN = {DTYPE: DTYPES, PADDING: PADDINGS, GRADIENTS: COMPRESSIONS, BALANCE: BALANCES, IPEX: TRUTHS}
-
 
 def check() -> None:
     """Refuses misspelt settings at once, rather than when the model is there."""
-    for name, known in _KNOWN.items():
-        _one_of(name, known)
+    for name in (DTYPE, PADDING, GRADIENTS, BALANCE, IPEX):
+        _one_of(name)
 
 
 def checked(name: str, value: str, option: str) -> str:
     """What `option` says about the variable `name`; a misspelt value is refused."""
-    if value not in _KNOWN[name]:
-        raise Refused(f"{option} must be one of {', '.join(_KNOWN[name])}, found {value!r}.")
+    known = VARIABLES[name].values
+    if value not in known:
+        raise Refused(f"{option} must be one of {', '.join(known)}, found {value!r}.")
     return value
 
 
 def is_off() -> bool:
     """Whether stock was asked for."""
-    return _one_of(IPEX, TRUTHS) == "false"
+    return _one_of(IPEX) == "false"
 
 
 def padding() -> Padding:
-    return "keep" if _one_of(PADDING, PADDINGS) == "keep" else "drop"
+    return "keep" if _one_of(PADDING) == "keep" else "drop"
 
 
 def grad_compression() -> str:
     """How gradients travel between ranks."""
-    return _one_of(GRADIENTS, COMPRESSIONS) or "none"
+    return _one_of(GRADIENTS) or "none"
 
 
 def balances() -> bool:
     """Whether the samples of a global batch may be dealt to the ranks by length."""
-    return _one_of(BALANCE, BALANCES) != "off"
+    return _one_of(BALANCE) != "off"
 
 
 def precision(script_asks_for_bf16: bool) -> str:
@@ -69,7 +56,7 @@ def precision(script_asks_for_bf16: bool) -> str:
     """
     from cputrain.formats import choose
 
-    asked = _one_of(DTYPE, DTYPES)
+    asked = _one_of(DTYPE)
     try:
         dtype = asked or ("auto" if script_asks_for_bf16 else "fp32")
         choice = choose.choose(dtype)
@@ -84,8 +71,8 @@ def precision(script_asks_for_bf16: bool) -> str:
     return dtype
 
 
-def _one_of(name: str, known: tuple[str, ...]) -> str | None:
+def _one_of(name: str) -> str | None:
     try:
-        return one_of(name, known)
+        return one_of(name)
     except ValueError as error:
         raise Refused(str(error)) from None

@@ -8,7 +8,6 @@ table gives each its working memory, which torch allocates, and which this threa
 from __future__ import annotations
 
 import ctypes
-import os
 import platform
 import sys
 import threading
@@ -19,7 +18,7 @@ from types import SimpleNamespace
 
 import torch  # also brings the OpenMP runtime that the library's symbols resolve to
 
-from cputrain import __version__, hardware
+from cputrain import __version__, hardware, settings
 
 LIBRARY = Path(__file__).parents[1] / "lib" / "libcputrain_native.so"
 
@@ -142,7 +141,7 @@ def why_not() -> str | None:
 
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
-    path = Path(os.environ.get("CPUTRAIN_LIBRARY", LIBRARY))
+    path = Path(settings.value_of(settings.LIBRARY) or LIBRARY)
     if not path.exists():
         raise LibraryError(
             f"cputrain's native library was not found at {path}; reinstall cputrain (pip install --force-reinstall "

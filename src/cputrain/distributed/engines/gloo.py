@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cputrain.distributed import communication_cpus, failures
+from cputrain.distributed import failures
 from cputrain.distributed.engines import Engine, Watch
+from cputrain.distributed.work import on_communication_cpus
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
 _SLICE = timedelta(milliseconds=200)
@@ -33,7 +34,7 @@ class GlooEngine(Engine):
         options = dist.ProcessGroupGloo._Options()
         options._threads = 2
         options._timeout = timeout + _LONGER
-        with communication_cpus.threads_start_there():
+        with on_communication_cpus():
             # By address, of the route to the master: a host's own name may mean another network, or nothing.
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             self._gloo = dist.ProcessGroupGloo(store, rank, size, options)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -9,10 +13,13 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from cputrain import settings
 from cputrain.distributed import failures
-from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Watch, mpi_library
-from cputrain.distributed.engines.waiting import Waiter
+from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Waiter, Watch, all_answer, compiled
 
+# MPI is only ever called by who holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
+_lock = threading.Lock()
+_INTEL, _MPICH, _OPEN_MPI = "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"
 # MPI before version 4 counts with 32 bits.
 _PIECE = 2**30
 # Collectives and messages are told apart by their tags.
@@ -31,7 +38,7 @@ class MpiEngine(Engine):
     def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, watch: Watch) -> None:
         self._rank, self._size, self._waiter = rank, size, Waiter(watch)
         self._mpi, numbers = _meet(store, rank, size, timeout)
-        with mpi_library.lock:
+        with _lock:
             group = self._mpi.COMM_WORLD.Get_group().Incl(numbers)
             self._world = self._mpi.COMM_WORLD.Create_group(group)
             group.Free()
@@ -39,7 +46,7 @@ class MpiEngine(Engine):
 
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
         requests: list[Any] = []
-        with mpi_library.lock:
+        with _lock:
             for peer in self._others():
                 requests += self._each(self._world.Irecv, outputs[peer], peer, _COLLECTIVE)
             for peer in self._others():
@@ -52,12 +59,12 @@ class MpiEngine(Engine):
         self.all_to_all(outputs, [tensor] * self._size, timeout)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
-        with mpi_library.lock:
+        with _lock:
             requests = [self._world.Ibcast(self._buffer(piece), root) for piece in _pieces(tensor)]
         self._finish(requests, tensor.numel(), timeout, tensor)
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
-        with mpi_library.lock:
+        with _lock:
             requests = self._each(self._world.Isend, tensor, peer, self._tag(tag))
         self._finish(requests, tensor.numel(), timeout, tensor, peer)
 
@@ -67,7 +74,7 @@ class MpiEngine(Engine):
         source = self._mpi.ANY_SOURCE if peer is None else peer
 
         def arrived() -> bool:
-            with mpi_library.lock:
+            with _lock:
                 message = self._world.Improbe(source, self._tag(tag), status)
             found.append(message)
             return message is not None
@@ -77,7 +84,7 @@ class MpiEngine(Engine):
         expected = min(tensor.numel(), _PIECE)
         if size != expected:
             raise failures.different_message(sender, size, expected)
-        with mpi_library.lock:
+        with _lock:
             first, *rest = _pieces(tensor)
             requests = [found[-1].Irecv(self._buffer(first))]
             requests += [self._world.Irecv(self._buffer(piece), sender, self._tag(tag)) for piece in rest]
@@ -92,7 +99,7 @@ class MpiEngine(Engine):
             _abandoned.append((self._world, self._waiter))
             _do_not_finalise()
         else:
-            with mpi_library.lock:
+            with _lock:
                 self._world.Free()
 
     def _others(self) -> list[int]:
@@ -112,7 +119,7 @@ class MpiEngine(Engine):
 
     def _finish(self, requests: list[Any], size: int, timeout: float, kept: Any, awaited: int = EVERYBODY) -> None:
         def done() -> bool:
-            with mpi_library.lock:
+            with _lock:
                 return self._mpi.Request.Testall(requests)
 
         try:
@@ -141,21 +148,66 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[
     """MPI, and the numbers that the group's ranks have in its world. If one has no MPI, all say so."""
     mpi: Any = None
     try:
-        mpi = mpi_library.load()
+        mpi = _load()
         said = f"{mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size}"
     except ValueError as error:
         said = f"! {error}"
-    store.set(f"mpi/{rank}", said)
-    store.wait([f"mpi/{other}" for other in range(size)], timeout)
-    answers = [store.get(f"mpi/{other}").decode() for other in range(size)]
-    for other, answer in enumerate(answers):
-        if answer.startswith("!"):
-            raise ValueError(f"CPUTRAIN_CCL_TRANSPORT=mpi, but on rank {other}: {answer[2:]}")
-    numbers = [int(answer.split()[0]) for answer in answers]
+    numbers = [int(answer.split()[0]) for answer in all_answer(store, "mpi", rank, size, timeout, said)]
     if len(set(numbers)) < size:
         library = mpi.Get_library_version().split("\n")[0].strip("\0 ")
         raise ValueError(
-            f"CPUTRAIN_CCL_TRANSPORT=mpi, but MPI ({library}) sees a world of {mpi.COMM_WORLD.size} for a group of "
+            f"{settings.TRANSPORT}=mpi, but MPI ({library}) sees a world of {mpi.COMM_WORLD.size} for a group of "
             f"{size}: start the ranks with that MPI's mpirun (cputrain launch --engine mpi), or use gloo."
         )
     return mpi, numbers
+
+
+# --- The MPI library that fits the mpirun which started this process ----------------------------------------------
+
+
+def _load() -> Any:
+    """The module mpi4py.MPI, with MPI initialised; ValueError says what is missing."""
+    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY):
+        path = _library()
+        if path:
+            os.environ[settings.MPI_LIBRARY] = path
+    try:
+        with _lock:
+            from mpi4py import MPI
+    except ImportError as error:
+        raise ValueError(
+            f"MPI can't be used ({error}): pip install mpi4py, beside an MPI (Intel's from pip: impi-rt==2021.18.1)."
+        ) from None
+    except RuntimeError as error:  # mpi4py lists all the places where it found no library
+        raise ValueError(f"mpi4py finds no MPI library ({str(error).splitlines()[-1]}): install one.") from None
+    if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
+        raise ValueError("MPI was initialised for one thread only; ccl needs MPI_THREAD_SERIALIZED.")
+    return MPI
+
+
+def _library() -> str | None:
+    """What mpi4py is to load. By itself it takes the one beside Python, which under another's mpirun sees one rank."""
+    starter = settings.mpirun_of()
+    if starter == "Open MPI":
+        return _OPEN_MPI
+    if starter == "MPICH" and not _loads(_INTEL) and _loads(_MPICH):
+        return _debians_mpich()
+    return None
+
+
+def _loads(name: str) -> bool:
+    try:
+        ctypes.CDLL(name)
+    except OSError:
+        return False
+    return True
+
+
+def _debians_mpich() -> str:
+    """mpi4py's wheel wants MPICH as libmpi.so.12, Debian calls it libmpich.so.12: an empty library leads there."""
+    with open("/proc/self/maps") as file:
+        mpich = next(line.split()[-1] for line in file if "/libmpich.so" in line)
+    arguments = ["-Wl,-soname,libmpi.so.12", "-Wl,--no-as-needed", mpich]
+    made = str(compiled.library(_INTEL, "// Nothing but a name.\n", arguments, "mpi4py with Debian's MPICH"))
+    ctypes.CDLL(made)  # mpi4py's own asks for it by the short name, and finds it loaded
+    return made

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cputrain.distributed import communication_cpus, failures, native_calls
-from cputrain.distributed.engines import Engine, Watch, oneccl_library
+from cputrain.distributed import failures, native_calls
+from cputrain.distributed.engines import Engine, Pace, Waiter, Watch, all_answer, oneccl_library
 from cputrain.distributed.engines.gloo import GlooEngine
-from cputrain.distributed.engines.waiting import Pace, Waiter
+from cputrain.distributed.work import move_to_communication_cpus
 
 # oneCCL's numbers.
 _DTYPES = {
@@ -194,7 +194,7 @@ class _EngineThread:
         self._library.abandon()
 
     def _serve(self) -> None:
-        communication_cpus.move_there()
+        move_to_communication_cpus()
         try:
             self._library: Any = oneccl_library.Library(self._address)
         except (ValueError, OSError) as error:
@@ -250,11 +250,6 @@ def _meet(store: dist.Store, rank: int, size: int, address: str, timeout: timede
         thread = _EngineThread.of_this_process(address)
     except ValueError as error:
         said = f"! {error}"
-    store.set(f"oneccl/{rank}", said)
-    store.wait([f"oneccl/{other}" for other in range(size)], timeout)
-    for other in range(size):
-        answer = store.get(f"oneccl/{other}").decode()
-        if answer.startswith("!"):
-            raise ValueError(f"CPUTRAIN_CCL_TRANSPORT=oneccl, but on rank {other}: {answer[2:]}")
+    all_answer(store, "oneccl", rank, size, timeout, said)
     assert thread is not None
     return thread

@@ -11,14 +11,23 @@ import hashlib
 import os
 import re
 import sys
-from collections.abc import MutableMapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from cputrain.distributed import communication_cpus
-from cputrain.distributed.engines import compiled, mpi_library
+from cputrain.distributed.engines import compiled
+from cputrain.settings import (
+    ATL_TRANSPORT,
+    CCL_ROOT,
+    MPI_ROOT,
+    OFFLOAD,
+    WORKERS,
+    Environ,
+    communication_cpus,
+    mpirun_of,
+    value_of,
+)
 
 ADDRESS_BYTES = 256
 _INSTALL = 'pip install "cputrain[oneccl]"'
@@ -42,8 +51,7 @@ class Library:
     """Its functions without their common prefix. One thread calls them all."""
 
     def __init__(self, address: str) -> None:
-        self.settings = settings(os.environ, address)
-        for name, value in self.settings.items():
+        for name, value in variables(address).items():
             os.environ.setdefault(name, value)
         prefix = _prefix()
         arguments = [f"-I{prefix}/include", f"-L{prefix}/lib/ccl/cpu/lib", "-l:libccl.so.1"]
@@ -61,12 +69,12 @@ class Library:
 
 def is_under_mpirun() -> bool:
     """Whether oneCCL's messages are MPI's, by what it was told or the user has set."""
-    return os.environ.get("CCL_ATL_TRANSPORT") == "mpi"
+    return value_of(ATL_TRANSPORT) == "mpi"
 
 
 def _prefix() -> Path:
     """Where pip put it: beside this Python. Another one may be named as CCL_ROOT, as Intel's own installers do."""
-    for prefix in map(Path, filter(None, [sys.prefix, os.environ.get("CCL_ROOT")])):
+    for prefix in map(Path, filter(None, [sys.prefix, value_of(CCL_ROOT)])):
         if (prefix / "lib/ccl/cpu/lib/libccl.so.1").exists() and (prefix / "include/oneapi/ccl.hpp").exists():
             return prefix
     raise ValueError(f"oneCCL is not installed beside this Python ({sys.prefix}): {_INSTALL}.")
@@ -85,37 +93,36 @@ def _release(prefix: Path) -> str:
     return f"oneCCL {version[1] if version else 'of unknown version'}, {digest.hexdigest()}"
 
 
-def settings(environ: MutableMapping[str, str], address: str) -> dict[str, str]:
+def variables(address: str, environ: Environ | None = None) -> dict[str, str]:
     """What oneCCL is told, unless the user has set it; its own defaults hang or are several times as slow."""
     mpi = _mpi_root(environ)
     found = {"CCL_ALLREDUCE": "nreduce", "CCL_LOG_LEVEL": "error", **_workers()}
     if mpi is not None:
         found |= {
-            "I_MPI_ROOT": str(mpi),
+            MPI_ROOT: str(mpi),
             "CCL_MPI_LIBRARY_PATH": f"{mpi}/lib/libmpi.so.12",
             "CCL_OFI_LIBRARY_PATH": f"{mpi}/lib/libfabric.so.1",
             "FI_PROVIDER_PATH": f"{mpi}/lib",
         }
-    starter = mpi_library.started_by(environ)
-    if starter in ("Intel", "MPICH") and mpi is not None:
+    if mpirun_of(environ) in ("Intel", "MPICH") and mpi is not None:
         # By default it is MPI_Iallgatherv, which takes seconds or hangs if the parts differ in size.
-        return {**found, "CCL_ATL_TRANSPORT": "mpi", "CCL_ALLGATHERV": "ring"}
+        return {**found, ATL_TRANSPORT: "mpi", "CCL_ALLGATHERV": "ring"}
     interface = _interface(address)
-    found |= {"CCL_ATL_TRANSPORT": "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_ATL_SHM": "1"}
+    found |= {ATL_TRANSPORT: "ofi", "CCL_PROCESS_LAUNCHER": "none", "CCL_ATL_SHM": "1"}
     return found | ({"CCL_KVS_IFACE": interface, "FI_TCP_IFACE": interface} if interface else {})
 
 
 def _workers() -> dict[str, str]:
     """A worker of oneCCL burns its core. Without a core kept for it, who waits does the work."""
-    kept = sorted(communication_cpus.cpus())
+    kept = sorted(communication_cpus())
     if not kept:
-        return {"CCL_WORKER_OFFLOAD": "0"}
-    return {"CCL_WORKER_COUNT": str(len(kept)), "CCL_WORKER_AFFINITY": ",".join(map(str, kept))}
+        return {OFFLOAD: "0"}
+    return {WORKERS: str(len(kept)), "CCL_WORKER_AFFINITY": ",".join(map(str, kept))}
 
 
-def _mpi_root(environ: MutableMapping[str, str]) -> Path | None:
+def _mpi_root(environ: Environ | None) -> Path | None:
     """Intel MPI, which also has the libfabric that oneCCL needs without MPI."""
-    for root in map(Path, filter(None, [environ.get("I_MPI_ROOT"), sys.prefix])):
+    for root in map(Path, filter(None, [value_of(MPI_ROOT, environ), sys.prefix])):
         if (root / "lib/libmpi.so.12").exists():
             return root
     return None
