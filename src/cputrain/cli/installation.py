@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cputrain import settings
 from cputrain.hardware import Fact
-from cputrain.launch import allocator, mpi
+from cputrain.launch import cores, mpi
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ def examine() -> Installation:
         _system(),
         _allocator(),
         _mpi(),
-        tuple(filter(lambda library: not allocator.loads(library), settings.preloaded())),
+        tuple(filter(lambda library: not cores.loads(library), settings.preloaded())),
     )
 
 

@@ -24,7 +24,7 @@ from cputrain.log import say_once
 from cputrain.settings import is_first_rank
 
 if TYPE_CHECKING:
-    from cputrain.launch.rendezvous import Exchange
+    from cputrain.launch.pmi import Exchange
 
 
 def main(target: Target) -> NoReturn:
