@@ -251,6 +251,8 @@ def test_the_launcher_starts_a_rank_for_each_slot(tmp_path: Path, mpi: str, text
     """The operator writes the hostfile, in the format of the job's MPI."""
     (tmp_path / "hosts").write_text(text)
     workers = hostfile.read(tmp_path / "hosts")
-    command = mpi_launcher.mpirun(mpi, str(tmp_path / "hosts"), workers, ["A"], ["cputrain", "launch"])
+    command = mpi_launcher.mpirun(
+        mpi_launcher.found(mpi), str(tmp_path / "hosts"), workers, ["A"], ["cputrain", "launch"]
+    )
     start = command.index(words[0])
     assert command[start : start + len(words)] == words

@@ -14,7 +14,7 @@ import pytest
 from cputrain import blame
 from cputrain.blame import Blame
 from cputrain.keep_alive import LAST_WORDS_SECONDS
-from cputrain.launch import agent, first_failure
+from cputrain.launch import agent, processes
 from tests.distributed import fault_matrix
 from tests.distributed.fault_matrix import SCRIPT, Case, Ended
 from tests.hosts import Cluster, needs_hosts
@@ -87,16 +87,17 @@ DIED = "PeerDied: rank 1 (host box, process 7) died."
     ],
     ids=["killed", "failed", "ended early", "differ"],
 )
-def test_the_cause_is_named_and_not_who_suffers_from_it(codes, blames, expected) -> None:
-    assert first_failure.judge(codes, blames, "box") == expected
+def test_the_cause_is_named_and_not_who_suffers_from_it(codes, blames, expected, monkeypatch) -> None:
+    monkeypatch.setattr(processes.socket, "gethostname", lambda: "box")
+    assert processes.first_failure(codes, blames) == expected
 
 
 def test_the_cause_is_waited_for_as_long_as_it_may_show() -> None:
     blames = {0: Blame(1, DIED)}
-    assert first_failure.is_open({0: 1, 1: None}, blames), "it runs still"
-    assert first_failure.is_open({0: 1}, blames), "it is on another machine"
-    assert not first_failure.is_open({0: 1, 1: -9}, blames) and not first_failure.is_open({0: 1, 1: 0}, blames)
-    assert not first_failure.is_open({0: 1, 1: None}, {}), "no rank is blamed"
+    assert processes.cause_may_show({0: 1, 1: None}, blames), "it runs still"
+    assert processes.cause_may_show({0: 1}, blames), "it is on another machine"
+    assert not processes.cause_may_show({0: 1, 1: -9}, blames) and not processes.cause_may_show({0: 1, 1: 0}, blames)
+    assert not processes.cause_may_show({0: 1, 1: None}, {}), "no rank is blamed"
 
 
 def test_a_rank_that_takes_long_to_end_is_heard_before_a_lost_machine_is_given_up(tmp_path: Path, monkeypatch) -> None:

@@ -13,7 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from cputrain.launch import sinks
+from cputrain.launch import output
 from tests.launch import programs
 from tests.launch.programs import CLEAN, LAUNCH
 
@@ -117,7 +117,7 @@ def _once(place: str, engine: str) -> bool:
         except subprocess.TimeoutExpired:
             print(f"{place}, {engine}: hangs", flush=True)
             return False
-    right = ended.is_right(place, sinks.LOST)
+    right = ended.is_right(place, output.LOST)
     if not right:
         print(f"{place}, {engine}: {ended.code}, {ended.ranks}, {ended.stderr[-2000:].decode()}", flush=True)
     return right

@@ -88,7 +88,7 @@ SECRETS = {"HF_TOKEN": "hush", "OMP_NUM_THREADS": "3"}
 
 
 def test_intel(tmp_path) -> None:
-    words = mpi.command(INTEL, 3, "/h", SECRETS, "/work", ["python", "x.py"])
+    words = mpi.command(INTEL, MACHINES, "/h", SECRETS, "/work", ["python", "x.py"])
     assert words == [
         "/opt/bin/mpirun", "-bootstrap", "ssh", "-machinefile", "/h", "-n", "3", "-wdir", "/work",
         "-genvlist", "HF_TOKEN,OMP_NUM_THREADS", "python", "x.py",
@@ -98,7 +98,7 @@ def test_intel(tmp_path) -> None:
 
 
 def test_open_mpi() -> None:
-    words = mpi.command(OPEN, 3, "/h", SECRETS, "/work", ["python", "x.py"])
+    words = mpi.command(OPEN, MACHINES, "/h", SECRETS, "/work", ["python", "x.py"])
     start = [word for word in words if word != "--allow-run-as-root"]
     assert start == [
         "/usr/bin/mpirun", "-np", "3", "--hostfile", "/h", "--map-by", "seq", "--wdir", "/work",
@@ -109,7 +109,8 @@ def test_open_mpi() -> None:
 
 @pytest.mark.parametrize("kind", ["Intel", "MPICH", "Open MPI"])
 def test_values_never_stand_on_the_command_line(kind) -> None:
-    assert "hush" not in " ".join(mpi.command(mpi.Mpi(kind, "1", "/m"), 2, None, SECRETS, "/", ["x"]))
+    alone = [Machine("localhost", 2, 0)]
+    assert "hush" not in " ".join(mpi.command(mpi.Mpi(kind, "1", "/m"), alone, "/h", SECRETS, "/", ["x"]))
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 import cputrain
-from cputrain.launch import sinks
+from cputrain.launch import output
 from tests.hosts import Cluster, needs_hosts
 from tests.launch import programs
 from tests.launch.programs import LAUNCH, shown
@@ -79,7 +79,7 @@ def test_a_rank_that_fails_on_another_machine_ends_all(engine: list[str], cluste
 def test_output_that_another_machine_loses_is_told(engine: list[str], cluster: Cluster, place: Path) -> None:
     cluster.hosts[1].run("sh", "-c", "mkdir -p /tmp/logs && ln -sf /dev/full /tmp/logs/rank-1.log")
     answer = launched(cluster, place, "--hostfile", "two", "-n", "2", *engine, "--log_dir", "/tmp/logs", "show.py")
-    assert answer.returncode == sinks.LOST, answer.stderr
+    assert answer.returncode == output.LOST, answer.stderr
     said = "cputrain: output is lost: /tmp/logs/rank-1.log can't be written (No space left on device)"
     assert answer.stderr.count(said) == 1 and len(shown(answer.stdout)) == 2
 

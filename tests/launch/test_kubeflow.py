@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cputrain.launch import environment, join, kubeflow, ranks
+from cputrain.launch import join, plan, ranks
 from cputrain.launch.config import Config
 
 # What the training operator sets in a pod of an elastic PyTorchJob, and the Trainer in a TrainJob's.
@@ -29,7 +29,7 @@ TRAINJOB = {
 def fields(told: dict[str, str], config: Config | None = None) -> dict:
     place = ranks.find(told)
     assert isinstance(place, ranks.Node)
-    return kubeflow.order_fields(place, told, config or Config())
+    return ranks.order_fields(place, told, config or Config())
 
 
 def test_every_variable_of_an_elastic_job_counts() -> None:
@@ -44,7 +44,7 @@ def test_every_variable_of_an_elastic_job_counts() -> None:
     }
     place = ranks.find(ELASTIC)
     assert isinstance(place, ranks.Node) and place.rank is None, "the rendezvous numbers the machines"
-    assert kubeflow.processes_here(place, None, None) == 2
+    assert ranks.processes_here(place, None, None) == 2
 
 
 def test_a_train_job() -> None:
@@ -93,7 +93,7 @@ def test_a_process_for_each_cpu_of_the_host_is_not_followed(caplog) -> None:
     fields(told)
     assert "PET_NPROC_PER_NODE=auto would be a process for each of the host's CPUs" in caplog.text
     place = ranks.find(told)
-    assert isinstance(place, ranks.Node) and kubeflow.processes_here(place, None, None) == 1
+    assert isinstance(place, ranks.Node) and ranks.processes_here(place, None, None) == 1
 
 
 @pytest.mark.parametrize(
@@ -123,16 +123,16 @@ def test_a_number_of_processes_that_the_machines_can_not_have(size: int, said: s
     place = ranks.find(ELASTIC)
     assert isinstance(place, ranks.Node)
     if said is None:
-        assert kubeflow.processes_here(place, None, size) == 2
+        assert ranks.processes_here(place, None, size) == 2
         return
     with pytest.raises(ValueError, match=said):
-        kubeflow.processes_here(place, None, size)
+        ranks.processes_here(place, None, size)
 
 
 @pytest.mark.parametrize(("world", "fits"), [(1, False), (2, True), (8, True), (9, False)])
 def test_ranks_of_an_elastic_job_expect_a_range(world: int, fits: bool, monkeypatch) -> None:
     monkeypatch.setattr(join.os, "sched_setaffinity", lambda *_: None)
-    environ = {**environment.of_several(2, 8), "RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
+    environ = {**plan.size_variables(2, 8), "RANK": "0", "WORLD_SIZE": str(world), "LOCAL_RANK": "0"}
     environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
     monkeypatch.setattr(join.processes, "guard", lambda environ: None)
     if fits:

@@ -11,8 +11,8 @@ import pytest
 from torch.distributed import HashStore
 
 from cputrain import authentication
-from cputrain.launch import links, rendezvous
-from cputrain.launch.links import Links
+from cputrain.launch import liveness, rendezvous
+from cputrain.launch.liveness import Links
 
 HERE = "127.0.0.1"
 
@@ -52,7 +52,7 @@ def test_a_machine_that_is_gone_is_broken(store: HashStore) -> None:
 
 
 def test_strangers_are_no_machines(store: HashStore, monkeypatch) -> None:
-    monkeypatch.setattr(links, "_SECONDS", 1.0)
+    monkeypatch.setattr(liveness, "_LINK_SECONDS", 1.0)
     with linked(store, 0) as first:
         port = int(store.get("key").decode().split(",")[0])
         strangers = [socket.create_connection((HERE, port)) for _ in range(20)]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.launch import sinks
+from cputrain.launch import output
 from tests.launch import lost_output, programs
 from tests.launch.programs import CLEAN, LAUNCH
 
@@ -31,7 +31,7 @@ def cases() -> list:
 @pytest.mark.parametrize(("place", "engine"), cases())
 def test_both_ranks_end(place: str, engine: str, tmp_path: Path) -> None:
     ended = lost_output.run(place, engine, tmp_path)
-    assert ended.is_right(place, sinks.LOST), (ended.code, ended.ranks, ended.stderr[-3000:])
+    assert ended.is_right(place, output.LOST), (ended.code, ended.ranks, ended.stderr[-3000:])
 
 
 @needs_root
@@ -41,7 +41,7 @@ def test_the_exit_code_of_a_rank_that_failed_wins(engine: str, tmp_path: Path) -
     assert ended.code == 3
 
 
-@pytest.mark.parametrize(("exits", "code"), [("", sinks.LOST), ("raise SystemExit(5)", 5), ("raise KeyError", 1)])
+@pytest.mark.parametrize(("exits", "code"), [("", output.LOST), ("raise SystemExit(5)", 5), ("raise KeyError", 1)])
 def test_one_process_whose_log_cannot_be_written(exits: str, code: int, tmp_path: Path) -> None:
     (tmp_path / "rank-0.log").symlink_to("/dev/full")
     programs.write(tmp_path, script=f"print('shown', flush=True)\nopen('ended', 'w')\n{exits}")
@@ -58,20 +58,20 @@ def test_one_process_without_standard_output_still_has_its_log(tmp_path: Path) -
     answer = subprocess.run(
         words, cwd=tmp_path, env={**CLEAN, "HOME": str(tmp_path)}, stderr=subprocess.PIPE, text=True, timeout=100
     )
-    assert answer.returncode == sinks.LOST
+    assert answer.returncode == output.LOST
     assert "standard output can't be written (Bad file descriptor)" in answer.stderr
     assert "kept\n" in (tmp_path / "logs" / "rank-0.log").read_text()
 
 
 def in_a_process(code: str, **options) -> subprocess.CompletedProcess[bytes]:
     """Standard streams are the whole process's."""
-    words = [sys.executable, "-c", f"import os, sys\nfrom cputrain.launch import sinks\n{code}"]
+    words = [sys.executable, "-c", f"import os, sys\nfrom cputrain.launch import output\n{code}"]
     return subprocess.run(words, capture_output="stdout" not in options, timeout=60, check=False, **options)
 
 
 def test_a_stream_that_cannot_wait_is_waited_for() -> None:
     """Programs share the flag with whom they inherited the stream from, and some set it."""
-    code = "sinks.take_over()\nos.set_blocking(1, False)\nprint('x' * 10**6)\nsys.exit(sinks.exit_code(0))"
+    code = "output.take_over()\nos.set_blocking(1, False)\nprint('x' * 10**6)\nsys.exit(output.exit_code(0))"
     answer = in_a_process(code)
     assert (answer.returncode, len(answer.stdout)) == (0, 10**6 + 1)
 
@@ -79,11 +79,11 @@ def test_a_stream_that_cannot_wait_is_waited_for() -> None:
 @pytest.mark.parametrize("before", ["", "print('before')"])
 def test_python_ends_without_a_complaint_of_its_own(before: str) -> None:
     """It flushes what a buffer holds, and ends with 120 if it can't."""
-    code = f"{before}\nsinks.take_over()\nprint('after')\nsys.exit(sinks.exit_code(0))"
+    code = f"{before}\noutput.take_over()\nprint('after')\nsys.exit(output.exit_code(0))"
     buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
     with open("/dev/full", "w") as full:
         answer = in_a_process(code, stdout=full, stderr=subprocess.PIPE, env=buffered)
-    assert answer.returncode == sinks.LOST
+    assert answer.returncode == output.LOST
     assert answer.stderr.count(b"\n") == 1, answer.stderr
 
 
@@ -100,10 +100,10 @@ def test_python_ends_without_a_complaint_of_its_own(before: str) -> None:
 def test_what_a_copier_says_is_heard_and_what_a_rank_says_is_not(pieces: list[bytes], lost: bool) -> None:
     code = (
         "import time\nread, write = os.pipe()\n"
-        "thread = sinks.pass_on(open(read, 'rb', 0), sys.stdout.buffer)\n"
+        "thread = output.pass_on(open(read, 'rb', 0), sys.stdout.buffer)\n"
         f"for piece in {pieces!r}: os.write(write, piece); time.sleep(0.05)\n"
-        "os.close(write); thread.join(); sys.exit(sinks.exit_code(0))"
+        "os.close(write); thread.join(); sys.exit(output.exit_code(0))"
     )
     answer = in_a_process(code)
-    assert answer.returncode == (sinks.LOST if lost else 0)
+    assert answer.returncode == (output.LOST if lost else 0)
     assert answer.stdout == b"".join(pieces)

@@ -7,17 +7,17 @@ import threading
 
 import pytest
 
-from cputrain.launch import numa_memory
+from cputrain.launch import cores
 from tests.launch.test_topology import machine
 
 
 @pytest.mark.parametrize(("cpus", "node"), [((0, 1), 0), ((4, 5), 1), ((3, 4), None)])
 def test_the_node_of_some_cores(cpus: tuple[int, ...], node: int | None, tmp_path) -> None:
-    assert numa_memory.node_of(cpus, machine(tmp_path, 2, 4)) == node
+    assert cores.numa_node(cpus, machine(tmp_path, 2, 4)) == node
 
 
 def test_one_node_needs_no_policy(tmp_path) -> None:
-    assert numa_memory.node_of((0,), machine(tmp_path, 1, 4)) is None
+    assert cores.numa_node((0,), machine(tmp_path, 1, 4)) is None
 
 
 def in_a_thread(work) -> list:
@@ -31,7 +31,7 @@ def in_a_thread(work) -> list:
 
 def test_the_kernel_is_told() -> None:
     def work() -> tuple:
-        return numa_memory.prefer(0), numa_memory.policy(), numa_memory.prefer(0)
+        return cores.prefer_memory_of(0), cores.memory_policy(), cores.prefer_memory_of(0)
 
     ((refused, policy, again),) = in_a_thread(work)
     if refused == os.strerror(1):
@@ -41,4 +41,4 @@ def test_the_kernel_is_told() -> None:
 
 
 def test_a_node_that_is_not_there() -> None:
-    assert in_a_thread(lambda: numa_memory.prefer(900)) != [None]
+    assert in_a_thread(lambda: cores.prefer_memory_of(900)) != [None]

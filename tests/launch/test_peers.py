@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from torch.distributed import HashStore
 
-from cputrain.launch.peers import Failure, Peers
+from cputrain.launch.liveness import Peers
+from cputrain.launch.processes import Failure
 
 
 class Clock:

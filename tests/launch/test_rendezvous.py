@@ -31,7 +31,7 @@ def place(rank: int = 0, size: int = 2, local_size: int | None = 1, by: str = "p
     ],
 )
 def test_told(environ, local_size, by, meeting, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_installed", lambda name: "")
+    monkeypatch.setattr(pmi.importlib.util, "find_spec", lambda name: None)
     found, exchange = rendezvous.meet(place(local_size=local_size, by=by), environ)
     assert (found.address, found.port) == meeting and exchange is None and found.reason
 
@@ -45,7 +45,7 @@ def test_told(environ, local_size, by, meeting, monkeypatch) -> None:
     ],
 )
 def test_never_localhost_unless_all_ranks_are_local(by, said, monkeypatch) -> None:
-    monkeypatch.setattr(rendezvous, "_installed", lambda name: "")
+    monkeypatch.setattr(pmi.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="MASTER_ADDR") as error:
         rendezvous.meet(place(by=by), {})
     assert re.search(said, str(error.value))
@@ -181,12 +181,12 @@ def test_an_address_that_does_not_answer_is_a_sentence(at_exit, monkeypatch) -> 
 
 def test_the_manager_is_told_of_the_end(at_exit) -> None:
     manager = Manager(1)
-    connection = pmi.Connection(manager.environ(0))
+    connection = pmi.Pmi(manager.environ(0))
     (end,) = at_exit
     end()
     assert manager.heard[0][-1] == "cmd=finalize"
     failing = Manager(1)
-    connection = pmi.Connection(failing.environ(0))
+    connection = pmi.Pmi(failing.environ(0))
     connection.exit_code = 3
     at_exit[1]()
     limit = time.monotonic() + 10

@@ -288,14 +288,14 @@ def test_all_of_it_from_the_file(place: Path, tmp_path: Path) -> None:
 
 ASK = """
 import os, sys
-from cputrain.launch import pmix, ranks, rendezvous
+from cputrain.launch import pmi, ranks
 if sys.argv[1] == "mpi4py":
-    pmix.library = lambda environ: None
+    pmi.pmix_library = lambda environ: None
 place = ranks.find(os.environ)
-exchange = rendezvous._exchange(place, os.environ)
+exchange = pmi.exchange(place, os.environ)
 said = exchange.broadcast(f"rank-{place.rank}")
 exchange.barrier()
-sys.stdout.write(f"{type(exchange).__module__} {said}\\n")
+sys.stdout.write(f"{type(exchange).__name__} {said}\\n")
 if sys.argv[1] == "pmix, then MPI":
     os.environ["MPI4PY_MPIABI"] = "openmpi"
     from mpi4py import MPI
@@ -313,6 +313,6 @@ def test_open_mpi_is_asked(how: str, place: Path) -> None:
     (place / "ask.py").write_text(ASK)
     words = ["mpirun.openmpi", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable, "ask.py", how]
     answer = started(*words, place=place)
-    module = "rendezvous" if how == "mpi4py" else "pmix"
-    assert answer.stdout.splitlines() == [f"cputrain.launch.{module} rank-0"] * 2, answer.stderr
+    asked = "Mpi4py" if how == "mpi4py" else "Pmix"
+    assert answer.stdout.splitlines() == [f"{asked} rank-0"] * 2, answer.stderr
     assert answer.returncode == (3 if how == "failure" else 0), answer.stderr

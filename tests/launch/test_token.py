@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from cputrain.authentication import TOKEN
-from cputrain.launch import dry_run, environment, mpi, plan, ssh
+from cputrain.launch import mpi, plan, ssh
 from cputrain.launch.config import Config
 from tests.launch.programs import launch
 
@@ -35,7 +35,7 @@ def test_each_launch_makes_one_that_stands_in_no_command_line(engine: str, hosts
     assert len(tokens[0]) == 64 and tokens[0] != tokens[1]
     assert tokens[0] not in repr(first.commands)
     task = plan.Task(("train.py",), "/", {}, {}, False)
-    text = dry_run.text(first, task)
+    text = plan.text(first, task)
     assert f"{TOKEN}=***" in text and tokens[0] not in text
 
 
@@ -43,7 +43,7 @@ def test_each_launch_makes_one_that_stands_in_no_command_line(engine: str, hosts
 def test_the_users_own_wins(engine: str, hosts: str, monkeypatch) -> None:
     where = {} if engine == "local" else {"hostfile": hosts}
     assert made(monkeypatch, {TOKEN: "mine"}, engine=engine, **where).environment[TOKEN] == "mine"
-    assert environment.of_one_launch({TOKEN: "mine"}, {TOKEN: "by --env"}) == {TOKEN: "by --env"}
+    assert plan.token_variable({TOKEN: "mine"}, {TOKEN: "by --env"}) == {TOKEN: "by --env"}
 
 
 def test_machines_that_are_launched_each_by_itself_get_none(monkeypatch) -> None:

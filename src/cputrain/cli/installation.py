@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain.hardware import Fact
-from cputrain.launch import allocator, mpi
+from cputrain.launch import cores, mpi
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ def examine() -> Installation:
         _system(),
         _allocator(),
         _mpi(),
-        tuple(filter(lambda library: not allocator.loads(library), _preloaded())),
+        tuple(filter(lambda library: not cores.loads(library), _preloaded())),
     )
 
 

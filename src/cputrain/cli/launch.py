@@ -13,9 +13,9 @@ import typer
 
 from cputrain.cli.app import command, new_app
 from cputrain.integrations import notices, settings
-from cputrain.launch import allocator as allocators
-from cputrain.launch import config_file, dry_run, environment, import_path, join, plan, ranks, sinks
-from cputrain.launch.config import ENGINES, PORT, PRECISIONS, Config
+from cputrain.launch import config_file, import_path, join, output, plan, ranks
+from cputrain.launch.config import ENGINES, PORT, PRECISIONS, Config, environment_of
+from cputrain.launch.cores import ALLOCATORS
 from cputrain.log import logger
 
 app = new_app()
@@ -74,7 +74,7 @@ def launch(
         _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl", value="N"),
     ] = None,
     allocator: Annotated[
-        str | None, _option("allocator", "The memory allocator; default: glibc's.", value="|".join(allocators.NAMES))
+        str | None, _option("allocator", "The memory allocator; default: glibc's.", value="|".join(ALLOCATORS))
     ] = None,
     log_dir: Annotated[
         str | None, _option("log_dir", "Write what each rank prints into a file there, too.", value="FOLDER")
@@ -158,7 +158,7 @@ def launch(
     }
     notices.show()
     chosen = _configuration(config, {key: value for key, value in given.items() if value is not None})
-    added, warnings = environment.of_training(chosen.config, os.environ, threads)
+    added, warnings = environment_of(chosen.config, os.environ, threads)
     for warning in warnings:
         logger.warning(warning)
     for name, value, option in ((settings.DTYPE, dtype, "--dtype"), (settings.PADDING, padding, "--padding")):
@@ -197,9 +197,9 @@ def _launched(chosen: _Chosen, task: plan.Task, mpirun: str | None, dry: bool) -
         return _here(task, _labels(config, task), None, dry)
     made = plan.make(config, chosen.size, task, place, mpirun)
     if dry:
-        print(dry_run.text(made, task), end="")
+        print(plan.text(made, task), end="")
         return 0
-    sinks.take_over()
+    output.take_over()
     notices.show()  # on the streams that were taken over
     here = "rank" if made.size == 1 else "ranks"
     logger.info(f"{made.size} {here} by {made.engine}: {made.reason}")
@@ -232,10 +232,10 @@ def _here(task: plan.Task, more: dict[str, str], place: ranks.Place | None, dry:
     added = {**task.added, **more}
     command = [sys.executable, import_path.program("__main__.py"), "run", *task.program]
     if dry:
-        print(dry_run.text_of_one(place, command, added, os.environ), end="")
+        print(plan.text_of_one(place, command, added, os.environ), end="")
         return 0
     if sys.stdout:
         sys.stdout.flush()
     if join.LABEL in more:  # what is printed is copied into a file, also if standard output is closed
-        sinks.reserve_descriptors()
+        output.reserve_descriptors()
     os.execve(command[0], command, {**os.environ, **added})

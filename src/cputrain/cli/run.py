@@ -23,7 +23,7 @@ from cputrain.launch import import_path, join
 from cputrain.log import say_once
 
 if TYPE_CHECKING:
-    from cputrain.launch.rendezvous import Exchange
+    from cputrain.launch.pmi import Exchange
 
 
 def main(target: Target) -> NoReturn:

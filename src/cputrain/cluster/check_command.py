@@ -21,6 +21,7 @@ from cputrain.cluster.command_words import (
 )
 from cputrain.cluster.containers import Container
 from cputrain.cluster.manifest import Problem, Where, warning
+from cputrain.launch.ranks import count
 
 _FEATURE = "feature.node.kubernetes.io/cpu-cpuid.AMXBF16"
 _LOCAL = ("localhost", "127.0.0.1", "::1", "[::1]")
@@ -47,7 +48,7 @@ _GONE = {
 _OF_TRAINER = (
     "--model_name_or_path", "--do_train", "--do_eval", "--output_dir", "--num_train_epochs", "--learning_rate",
     "--per_device_train_batch_size", "--per_device_eval_batch_size", "--max_seq_length", "--ddp_backend", "--use_ipex",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 
 
 def problems(container: Container) -> Iterator[Problem]:
@@ -217,14 +218,13 @@ def _other_nodes(container: Container, where: Where, text: str, least: int) -> I
 def _launch(container: Container, least: int, most: int) -> Iterator[Problem]:
     """`cputrain launch -n` counts all processes, and refuses what the operator's numbers can't give."""
     for own in calls(words(container), ("cputrain",)):
-        asked, each = option(own, "-n", "--num_processes"), option(own, "--ppn")
+        asked, ppn = option(own, "-n", "--num_processes"), option(own, "--ppn")
         if not own or own[0].text != "launch" or not asked or not COUNT.fullmatch(asked[0]):
             continue
+        each = int(ppn[0]) if ppn and COUNT.fullmatch(ppn[0]) else container.ranks.processes
         size = int(asked[0])
-        here = int(each[0]) if each and COUNT.fullmatch(each[0]) else container.ranks.processes
-        here = here or max(1, size // max(1, most))
-        if not here * least <= size <= here * most:
-            pods = str(most) if least == most else f"{least} to {most}"
-            total = str(here * most) if least == most else f"{here * least} to {here * most}"
+        found = count(size, each, least, most)
+        if not found.fits:
             said = f"launch {asked[1].text.partition('=')[0]} {size} is the number of processes in all"
-            yield Problem(place(container, asked[1]), f"{said}, and {pods} pods of {here} are {total}: leave it out")
+            sizes = f"{found.machines} pods of {found.here} are {found.total}"
+            yield Problem(place(container, asked[1]), f"{said}, and {sizes}: leave it out")

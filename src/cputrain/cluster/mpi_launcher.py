@@ -15,7 +15,9 @@ from pathlib import Path
 
 from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
 from cputrain.launch import hostfile
+from cputrain.launch.config import PORT
 from cputrain.launch.hostfile import Host
+from cputrain.launch.mpi import Mpi
 
 HOSTFILE = "/etc/mpi/hostfile"
 # What programs on the workers need to be found, where the image sets it.
@@ -31,37 +33,30 @@ def ssh_configuration(folder: str, known_hosts: str) -> str:
     )
 
 
-def mpirun(mpi: str, path: str, workers: list[Host], forward: list[str], command: list[str]) -> list[str]:
-    # Debian names them so that both can be installed.
+def found(mpi: str) -> Mpi:
+    """Debian names them so that both can be installed."""
     program = (str(_INTEL) if mpi == "intel" and _INTEL.exists() else shutil.which(f"mpirun.{mpi}")) or "mpirun"
-    ranks, slots = str(sum(host.slots or 1 for host in workers)), str(workers[0].slots or 1)
-    if mpi == "openmpi":
+    return Mpi({"openmpi": "Open MPI", "intel": "Intel", "mpich": "MPICH"}[mpi], "", program)
+
+
+def mpirun(mpi: Mpi, path: str, workers: list[Host], forward: list[str], command: list[str]) -> list[str]:
+    ranks = sum(host.slots or 1 for host in workers)
+    if mpi.kind == "Open MPI":
         # Open MPI binds each of one or two ranks to a single core by itself; `cputrain launch` places them better.
-        start = [program, "--hostfile", path, "-np", ranks, "--bind-to", "none"]
-        return [*start, *(word for name in forward for word in ("-x", name)), *command]
-    start = [program, "-f", path, "-n", ranks, "-ppn", slots, "-genvlist", ",".join(forward)]
-    return [*start, *(["-bootstrap", "ssh"] if mpi == "intel" else ["-bind-to", "none"]), *command]
+        return mpi.words(["--hostfile", path], ranks, ["--bind-to", "none"], forward, command)
+    more = ["-bootstrap", "ssh"] if mpi.kind == "Intel" else ["-bind-to", "none"]
+    return mpi.words(["-f", path], ranks, ["-ppn", str(workers[0].slots or 1), *more], forward, command)
 
 
-def environment(mpi: str, inherited: Mapping[str, str], configuration: str, master: str) -> dict[str, str]:
+def environment(mpi: Mpi, inherited: Mapping[str, str], configuration: str, master: str) -> dict[str, str]:
     """What mpirun itself needs, and where the ranks meet."""
     ssh = f"-F {configuration}"
-    added = {
-        "openmpi": {"OMPI_MCA_plm_rsh_args": ssh, "PRTE_MCA_plm_ssh_args": ssh},
-        "intel": {"I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS": ssh, "I_MPI_PIN": "0", **_where_intel_is(inherited)},
-        "mpich": {"HYDRA_LAUNCHER_EXTRA_ARGS": ssh},
-    }[mpi]
-    others = {"MASTER_PORT": "29500", **inherited, "MASTER_ADDR": master}
+    added = mpi.environment_for(ssh, inherited)
+    if mpi.kind == "Open MPI":
+        added["PRTE_MCA_plm_ssh_args"] = ssh
+    others = {"MASTER_PORT": str(PORT), **inherited, "MASTER_ADDR": master}
     # Last what no rank needs: MPICH 4.0's hydra doesn't forward the last variable of its environment.
     return {**{name: value for name, value in others.items() if name not in added}, **added}
-
-
-def _where_intel_is(inherited: Mapping[str, str]) -> dict[str, str]:
-    """pip's package has no script that would say so."""
-    if not _INTEL.exists():
-        return {}
-    libraries = [str(Path(sys.prefix, "lib")), inherited.get("LD_LIBRARY_PATH", "")]
-    return {"I_MPI_ROOT": sys.prefix, "LD_LIBRARY_PATH": ":".join(filter(None, libraries))}
 
 
 def _write_ssh_configuration(home: Path, folder: str) -> str:
@@ -81,10 +76,11 @@ def main(words: list[str]) -> None:
     chosen = parser.parse_args(words)
     workers = hostfile.read(chosen.hostfile)
     configuration = _write_ssh_configuration(Path(os.environ["HOME"]), chosen.ssh_folder)
-    environ = environment(chosen.mpi, os.environ, configuration, workers[0].name)
+    mpi = found(chosen.mpi)
+    environ = environment(mpi, os.environ, configuration, workers[0].name)
     wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
     forward = [name for name in dict.fromkeys(wanted) if name in environ]
-    command = mpirun(chosen.mpi, chosen.hostfile, workers, forward, chosen.command)
+    command = mpirun(mpi, chosen.hostfile, workers, forward, chosen.command)
     print("starting:", " ".join(command), flush=True)
     os.execvpe(command[0], command, environ)
 

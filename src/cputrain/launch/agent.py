@@ -7,14 +7,17 @@ PyTorchJob the first pod that ends well makes the job succeed, while rank 0 may 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import os
 import signal
 import socket
 import sys
 import time
 from collections.abc import Iterable
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from torch.distributed import TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -25,20 +28,19 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousParameters,
 )
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
 from cputrain import blame
 from cputrain.keep_alive import LAST_WORDS_SECONDS
-from cputrain.launch import bound_store, first_failure, rendezvous
-from cputrain.launch.links import Links, keep_all_alive
-from cputrain.launch.peers import Failure, Peers
+from cputrain.launch import processes, rendezvous
+from cputrain.launch.liveness import Links, Peers, keep_all_alive
+from cputrain.launch.processes import CULPRIT_SECONDS, Failure
 
 if TYPE_CHECKING:
     from cputrain.launch.node import Order
 
 _LOOK_SECONDS = 0.5
 _HEARD_SECONDS = 5.0
-# A rank that is blamed has this long to end, and its agent to say how, before those that blame it are believed.
-_CULPRIT_SECONDS = 3.0
 # After a rank has failed by itself, the others have so long to notice it, and to say so, before they are ended.
 _LAST_WORDS_SECONDS = 1.0
 _MEETING_SECONDS = 600
@@ -121,9 +123,9 @@ class Agent(LocalElasticAgent):
         self._failed_since = self._failed_since or time.monotonic()
         blames = self._blames(rank for rank, code in codes.items() if code)
         waited, lost = time.monotonic() - self._failed_since, self.links and self.links.broken
-        if first_failure.is_open(codes, blames) and waited < _CULPRIT_SECONDS and not lost:
+        if processes.cause_may_show(codes, blames) and waited < CULPRIT_SECONDS and not lost:
             return True
-        self.verdict = self.verdict or first_failure.judge(codes, blames, socket.gethostname())
+        self.verdict = self.verdict or processes.first_failure(codes, blames)
         if None in codes.values() and waited < _LAST_WORDS_SECONDS:
             return True
         self._end_stopped()
@@ -178,7 +180,7 @@ class Agent(LocalElasticAgent):
         """Ranks that don't communicate would go on for nothing, and others may take long to end."""
         if machines and not self._remaining_restarts and self._ranks_had_their_say():
             blames = self._blames(self._exit_codes(self._worker_group))
-            named = first_failure.judge(dict.fromkeys(blames, 1), blames, socket.gethostname()) if blames else None
+            named = processes.first_failure(dict.fromkeys(blames, 1), blames) if blames else None
             raise MachineLost(named or _lost(machines))
 
     def _ranks_had_their_say(self) -> bool:
@@ -202,7 +204,7 @@ def train(order: Order, logs: Any, program: list[str]) -> Failure | None:
     """Runs the ranks of an order until all machines have ended; the answer is what failed, here or elsewhere."""
     handler = _handler(order)
     agent = Agent(_spec(order, handler, program), logs, exit_barrier_timeout=GOODBYE_SECONDS)
-    agent.endpoint = order.endpoint.rpartition(":")[0].strip("[]")
+    agent.endpoint = rendezvous.split(order.endpoint)[0]
     try:
         failure = _run(agent, order)
     except SignalException as stop:
@@ -243,13 +245,37 @@ def _run(agent: Agent, order: Order) -> Failure | None:
 
 def _handler(order: Order) -> RendezvousHandler:
     """torch's own, unless the store is ours to make: on a machine alone, or as the first of several with numbers."""
-    host, _, port = order.endpoint.rpartition(":")
-    address = bound_store.address_for(host.strip("[]"))
-    is_alone = order.most_machines == 1 and rendezvous.is_loopback(host.strip("[]"))
+    host, port = rendezvous.split(order.endpoint)
+    address = _address_of_store(host)
+    is_alone = order.most_machines == 1 and rendezvous.is_loopback(host)
     if address and (is_alone or (order.backend == "static" and order.machine == 0)):
-        seconds = int(order.meeting.get("timeout", _MEETING_SECONDS))
-        return bound_store.handler(address, int(port), order.machines, order.run_id, seconds)
+        return _holder(address, port, order, int(order.meeting.get("timeout", _MEETING_SECONDS)))
     return get_rendezvous_handler(_meeting(order))
+
+
+def _address_of_store(host: str) -> str | None:
+    """The one address that the machines of a run use; None leaves it to torch, which listens at all of them.
+
+    The store has no authentication: any program that reaches its port can read and write. torch asks for a name's IPv6
+    addresses first, and for no other as long as none answers: so names are left to it.
+    """
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return None
+    return rendezvous.address_to_bind(host) or None
+
+
+def _holder(address: str, port: int, order: Order, seconds: int) -> StaticTCPRendezvous:
+    """torchrun's static rendezvous, for the machine that holds the store. The port 0 is any."""
+    try:
+        server = rendezvous.server_at(address, port)
+    except OSError as error:
+        raise RendezvousConnectionError(str(error)) from None
+    port, limit = server.getsockname()[1], timedelta(seconds=seconds)
+    made = StaticTCPRendezvous(address, port, 0, order.machines, order.run_id, seconds)
+    made._store = TCPStore(address, port, order.machines, True, limit, master_listen_fd=server.detach())
+    return made
 
 
 def _meeting(order: Order) -> RendezvousParameters:
@@ -269,8 +295,8 @@ def _meeting(order: Order) -> RendezvousParameters:
 
 
 def _spec(order: Order, handler: Any, program: list[str]) -> WorkerSpec:
-    host, _, port = order.endpoint.rpartition(":")
-    static = {"master_addr": host.strip("[]"), "master_port": int(port)} if order.backend == "static" else {}
+    host, port = rendezvous.split(order.endpoint)
+    static = {"master_addr": host, "master_port": port} if order.backend == "static" else {}
     return WorkerSpec(
         role="rank",
         local_world_size=order.processes,
@@ -286,4 +312,4 @@ def _spec(order: Order, handler: Any, program: list[str]) -> WorkerSpec:
 
 def _local_address(order: Order) -> str | None:
     """On the way to the others: the own host name may mean something else to them."""
-    return rendezvous.address_towards(order.endpoint.rpartition(":")[0].strip("[]"))
+    return rendezvous.address_towards(rendezvous.split(order.endpoint)[0])

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-from cputrain.launch import allocator
+from cputrain.launch import cores
 from cputrain.launch.hostfile import check_name
 from cputrain.secrets_in_clear import shown_value
-from cputrain.settings import BALANCES, COMPRESSIONS
+from cputrain.settings import BALANCE, BALANCES, COMMUNICATION_CORES, COMPRESSIONS, GRADIENTS
 
 DISTRIBUTED_TYPES = ("NO", "MULTI_CPU")
 PRECISIONS = ("no", "bf16")
@@ -76,21 +77,11 @@ class Config:
         return values
 
 
-OURS = (
-    "engine",
-    "hostfile",
-    "ppn",
-    "env",
-    "cores_for_communication",
-    "allocator",
-    "log_dir",
-    "max_restarts",
-    "grad_compression",
-    "balance",
-)
+_NAMES = [item.name for item in fields(Config)]
+OURS = tuple(_NAMES[_NAMES.index("engine") :])
 _CHOICES = {
     "engine": ENGINES,
-    "allocator": allocator.NAMES,
+    "allocator": cores.ALLOCATORS,
     "grad_compression": COMPRESSIONS,
     "balance": BALANCES,
     "compute_environment": ("LOCAL_MACHINE",),
@@ -164,3 +155,27 @@ def _check_together(config: Config) -> None:
         )
     if machines > 1 and not config.main_process_ip:
         raise ConfigError("num_machines", f"{machines} machines need a main_process_ip: the address of rank 0.")
+
+
+def environment_of(
+    config: Config, inherited: Mapping[str, str], threads: int | None = None
+) -> tuple[dict[str, str], list[str]]:
+    """The variables that tell ranks of it, and warnings. Each rank finds cores and threads itself, on its machine."""
+    added = {
+        "ACCELERATE_USE_CPU": str(config.use_cpu).lower(),
+        "CPUTRAIN_IPEX": str(config.ipex).lower(),
+        "ACCELERATE_MIXED_PRECISION": config.mixed_precision,
+    }
+    if threads is not None:
+        added["OMP_NUM_THREADS"] = str(threads)
+    if config.cores_for_communication:
+        added[COMMUNICATION_CORES] = str(config.cores_for_communication)
+    if config.grad_compression != "none":
+        added[GRADIENTS] = config.grad_compression
+    if config.balance != "length":
+        added[BALANCE] = config.balance
+    added |= {name: value for name, _, value in (entry.partition("=") for entry in config.env)}
+    preloaded, warnings = cores.preload(config.allocator, {**inherited, **added})
+    if preloaded != {**inherited, **added}.get("LD_PRELOAD", ""):
+        added["LD_PRELOAD"] = preloaded
+    return added, warnings

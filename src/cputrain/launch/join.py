@@ -5,23 +5,10 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, MutableMapping
 
 from cputrain import __version__, authentication, hardware
-from cputrain.launch import (
-    numa_memory,
-    openmp,
-    output,
-    pmi,
-    processes,
-    rank_parent,
-    ranks,
-    rendezvous,
-    roll_call,
-    sinks,
-    topology,
-)
+from cputrain.launch import cores, output, pmi, processes, ranks, rendezvous, roll_call
 from cputrain.log import logger
 from cputrain.settings import COMMUNICATION_CORES, COMMUNICATION_CPUS
 
@@ -31,17 +18,17 @@ LABEL = "CPUTRAIN_LABEL_OUTPUT"
 # What ranks that were started by hand tell what they start: the roll call is over.
 MET = "CPUTRAIN_RANKS_HAVE_MET"
 _script_failed = False
-_LAUNCHERS = ("hydra_pmi_proxy", "orted", "prted", "mpirun", "mpiexec", "slurmstepd")
+_LAUNCHERS = (*pmi.PROXIES, "mpirun", "mpiexec", "slurmstepd")
 
 
-def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
+def join(environ: MutableMapping[str, str]) -> pmi.Exchange | None:
     """Sets the variables that torch.distributed reads; the answer is MPI's connection, if it had to be asked."""
     if environ.get("CPUTRAIN_PARENT") == str(os.getppid()):  # a rank that `launch` started, not a script's child
         processes.die_with(os.getppid())
     place = _as_place(ranks.find(environ))
     if environ.get(EXPECTED):
         if place and environ.get(processes.JOB) and not processes.is_guarded(environ):
-            rank_parent.stay_behind(place.rank, environ)
+            processes.stay_behind(place.rank, environ)
         processes.guard(environ)
     labels = environ.pop(LABEL, None)  # children of the script have nothing to do with it
     bars, _, folder = (labels or "").partition(":")
@@ -52,7 +39,7 @@ def join(environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
         exchange = _meet(place, environ) if place else None
     except ValueError:
         if place and environ.get("PMI_FD"):  # MPICH would leave the other ranks waiting
-            pmi.Connection(environ).exit_code = 2
+            pmi.Pmi(environ).exit_code = 2
         raise
     finally:
         if unlabel:
@@ -72,7 +59,7 @@ def _end_labels(unlabel: Callable[[], bool], is_alone: bool) -> None:
     """A rank only says that output is lost: with an exit code of its own, its launcher would end the other ranks."""
     if unlabel() and is_alone and not _script_failed:
         logging.shutdown()  # what would be called after this function
-        os._exit(sinks.LOST)
+        os._exit(output.LOST)
 
 
 def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
@@ -93,11 +80,7 @@ def _as_place(found: ranks.Place | ranks.Node | None) -> ranks.Place | None:
 
 
 def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) -> None:
-    if environ.get(VERSION, __version__) != __version__:
-        raise ValueError(
-            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {environ[VERSION]}: "
-            "install the same version on both."
-        )
+    roll_call.check_version(environ.get(VERSION, __version__))
     expected = environ.get(EXPECTED)
     if not expected:
         return
@@ -108,7 +91,7 @@ def _check_size(place: ranks.Place | None, environ: MutableMapping[str, str]) ->
         raise ValueError(f"{asked} ranks were asked for, found {found}; is it another MPI's mpirun?")
 
 
-def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> rendezvous.Exchange | None:
+def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange | None:
     meeting, exchange = rendezvous.meet(place, environ)
     if meeting.token and not environ.get(authentication.TOKEN):
         environ[authentication.TOKEN] = meeting.token
@@ -144,14 +127,14 @@ def _nobody_watches(place: ranks.Place, environ: Mapping[str, str]) -> bool:
     return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, MET))
 
 
-def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[topology.Share, tuple[str, ...]]:
+def shares(place: ranks.Place | None, environ: Mapping[str, str]) -> tuple[cores.Share, tuple[str, ...]]:
     """What this process gets of its machine, and what the division costs."""
     machine = hardware.detect()
-    cores = communication(environ) if place else 0
+    kept = communication(environ) if place else 0
     if place and place.local_size and place.local_size > 1 and _mask_is_shared(machine, place.local_size):
-        division = topology.divide(machine, place.local_size, cores)
+        division = cores.divide(machine, place.local_size, kept)
         return division.shares[place.local_rank % place.local_size], division.warnings
-    division = topology.alone(machine, cores)
+    division = cores.alone(machine, kept)
     return division.shares[0], division.warnings
 
 
@@ -180,8 +163,8 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
 
 
 def _take_memory_there(cpus: hardware.Cpus) -> None:
-    node = numa_memory.node_of(cpus, hardware.detect())
-    reason = numa_memory.prefer(node) if node is not None else None
+    node = cores.numa_node(cpus, hardware.detect())
+    reason = cores.prefer_memory_of(node) if node is not None else None
     if reason:
         logger.debug(f"memory comes from where it is touched first, not always from NUMA node {node}: {reason}")
 
@@ -192,12 +175,12 @@ def communication(environ: Mapping[str, str]) -> int:
     return ranks.number(environ, name) if name else 0
 
 
-def _set_threads(share: topology.Share, environ: MutableMapping[str, str]) -> list[str]:
+def _set_threads(share: cores.Share, environ: MutableMapping[str, str]) -> list[str]:
     """OMP_NUM_THREADS is always set: accelerate would count cores by itself otherwise, and torchrun say 1."""
-    for name, value in openmp.settings(openmp.runtime(environ)[0], share.takes_turns).items():
+    for name, value in cores.openmp_settings(cores.openmp_runtime(environ)[0], share.takes_turns).items():
         environ.setdefault(name, value)
     asked = environ.get("OMP_NUM_THREADS")
-    number, warning = topology.threads(None if _only_torchrun_says(asked, environ) else asked, share)
+    number, warning = cores.threads(None if _only_torchrun_says(asked, environ) else asked, share)
     environ["OMP_NUM_THREADS"] = str(number)
     return [warning] if warning else []
 

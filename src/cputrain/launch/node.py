@@ -1,6 +1,7 @@
-"""The ranks of one machine, run by torchrun's agent. As a program it is what ssh starts on other machines:
+"""The ranks of one machine, run by torchrun's agent, and the program that ssh starts on other machines:
 
-the order comes as one line of JSON on standard input, and the end or the silence of standard input ends the ranks.
+its order is the first line of standard input, as JSON: ranks to run, or the ranks of an mpirun to watch. The end or the
+silence of standard input ends them.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cputrain import __version__, blame
-from cputrain.launch import import_path, line, processes, rendezvous, roll_call, sinks
-from cputrain.launch.output import Output, standard_streams
+from cputrain.keep_alive import LAST_WORDS_SECONDS
+from cputrain.launch import import_path, liveness, output, processes, rendezvous, roll_call, ssh
+from cputrain.launch.hostfile import Machine
+from cputrain.launch.ssh import Session
 
 _LAST_SECONDS = 20.0
 
@@ -72,21 +75,6 @@ class Order:
         return json.dumps(asdict(self))
 
 
-def from_json(text: str) -> Order:
-    """Another version may have other fields: the versions are compared first."""
-    values = json.loads(text)
-    check_version(values.get("version"))
-    return Order(**{**values, "program": tuple(values["program"])})
-
-
-def check_version(launching: object) -> None:
-    if launching != __version__:
-        raise ValueError(
-            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {launching}: "
-            "install the same version on both."
-        )
-
-
 def run(order: Order) -> int:
     """Starts the ranks and waits for those of all machines; the exit code is the one of the rank that failed first.
 
@@ -105,20 +93,20 @@ def run(order: Order) -> int:
     os.environ.update(order.environment)
     os.environ["CPUTRAIN_PARENT"] = str(os.getpid())
     os.chdir(order.folder)
-    output = Output(order.log_dir, order.bars)
+    printed = output.Output(order.log_dir, order.bars)
     os.environ[blame.FOLDER] = tempfile.mkdtemp(prefix="cputrain-blame-")
     try:
-        failure = agent.train(order, _logs(output), rank_arguments(order.program))
+        failure = agent.train(order, _logs(printed), rank_arguments(order.program))
     except SignalException as error:
         return 128 + int(error.sigval)
     except (DistError, RendezvousError, TimeoutError) as error:
         raise ValueError(_no_meeting(order, error)) from None
     finally:
         processes.end_descendants()
-        output.close()
+        printed.close()
         shutil.rmtree(os.environ.pop(blame.FOLDER), ignore_errors=True)
     if failure is None:
-        return sinks.exit_code(0)
+        return output.exit_code(0)
     where = f"; its output is in {order.log_dir}" if order.log_dir else ""
     print(f"cputrain: {failure.sentence}{where}.", file=sys.stderr)
     return failure.code
@@ -152,17 +140,17 @@ def _quiet_agent() -> None:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
 
 
-def _logs(output: Output) -> Any:
+def _logs(printed: output.Output) -> Any:
     """The agent opens these paths as the ranks' standard streams."""
     from torch.distributed.elastic.multiprocessing.api import LogsDest, LogsSpecs
 
     class Pipes(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            out, err = standard_streams()
+            out, err = output.standard_streams()
             rank_of = {local: int(environ["RANK"]) for local, environ in envs.items()}
             return LogsDest(
-                stdouts={local: output.pipe(rank, out) for local, rank in rank_of.items()},
-                stderrs={local: output.pipe(rank, err) for local, rank in rank_of.items()},
+                stdouts={local: printed.pipe(rank, out) for local, rank in rank_of.items()},
+                stderrs={local: printed.pipe(rank, err) for local, rank in rank_of.items()},
                 error_files={local: os.devnull for local in envs},
             )
 
@@ -173,21 +161,77 @@ def _logs(output: Output) -> Any:
     return Pipes()
 
 
+# --- Several machines, by ssh ------------------------------------------------------------------------------------
+
+
+def run_on(machines: list[Machine], order: Order) -> int:
+    """Starts all machines, waits, and ends all as soon as one fails."""
+    sessions = [
+        Session(machine.name, replace(order, processes=machine.processes, machines=len(machines), machine=n).to_json())
+        for n, machine in enumerate(machines)
+    ]
+    processes.adopt_orphans()
+    with processes.sigterm_interrupts():
+        try:
+            for session in sessions:
+                session.start()
+            with liveness.beating(sessions):
+                return _wait(sessions)
+        except KeyboardInterrupt as interrupt:
+            return processes.interrupted_code(interrupt)
+        finally:
+            ssh.end(sessions)
+
+
+def _wait(sessions: list[Session]) -> int:
+    while True:
+        codes = [session.process.poll() for session in sessions]
+        for session, code in zip(sessions, codes, strict=True):
+            if code and code != output.LOST:
+                print(f"cputrain: {session.ending(code)}; all machines are ended.", file=sys.stderr)
+                if session.is_lost():
+                    _let_others_end([other for other in sessions if other is not session])
+                return session.exit_code(code)
+        if None not in codes:
+            for session in sessions:
+                session.read_to_end()
+            return output.exit_code(max(filter(None, codes), default=0))
+        time.sleep(0.1)
+
+
+def _let_others_end(sessions: list[Session]) -> None:
+    """By themselves, when their ranks have noticed, too, and named the rank that is gone.
+
+    Their agents give the ranks as long, and need a moment then.
+    """
+    limit = time.monotonic() + LAST_WORDS_SECONDS + 1.0
+    while any(session.process.poll() is None for session in sessions) and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
 # --- Started by ssh ----------------------------------------------------------------------------------------------
 
 
 def main() -> None:
     import_path.leave_out_first()
-    sinks.take_over()
-    words = sys.stdin.readline()
+    output.take_over()
     try:
-        order = from_json(words)
-        threading.Thread(target=line.listen, args=(0, _end), daemon=True).start()
-        code = run(order)
+        code = _obey(json.loads(sys.stdin.readline()))
     except ValueError as error:
         print(f"cputrain: {error}", file=sys.stderr, flush=True)
         code = 2
     os._exit(code)  # not held up by the thread that still reads
+
+
+def _obey(told: dict[str, Any]) -> int:
+    """Another version may have other fields: the versions are compared first."""
+    roll_call.check_version(told.get("version"))
+    if "mark" in told:
+        liveness.watch(told["mark"])
+        return 0
+    order = Order(**{**told, "program": tuple(told["program"])})
+    threading.Thread(target=liveness.listen, args=(0, _end), daemon=True).start()
+    return run(order)
 
 
 def _end() -> None:

@@ -1,4 +1,7 @@
-"""Ending processes for good: the ones that we started, and what they started."""
+"""The processes of one machine: how they end with the process that started them, and which rank failed first.
+
+"Liveness" in docs/architecture.md says which mechanism notices what, here and between machines.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,44 @@ import contextlib
 import ctypes
 import os
 import secrets
+import shutil
 import signal
+import socket
+import sys
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from typing import NamedTuple
 
+from cputrain import blame
+from cputrain.blame import Blame
+
+# In the environment of what a guarded rank starts; its value is the guard's own.
 _MARK = "CPUTRAIN_STARTED_BY"
 # In the environment of every rank that an mpirun of ours starts, and of what they start.
 JOB = "CPUTRAIN_JOB"
 # A child that is still on its way from fork to exec has no mark, and may be told to end for so long.
 _LATE_SECONDS = 1.0
+# A rank that is blamed has this long to end, and to say how, before those that blame it are believed.
+CULPRIT_SECONDS = 3.0
+# mpirun ends the other ranks as soon as one has failed: so long they have to say what they noticed.
+_LAST_WORDS_SECONDS = 0.7
 _SET_PARENT_DEATH_SIGNAL, _SET_CHILD_SUBREAPER = 1, 36  # of prctl(2)
+
+
+def fork(work: Callable[[], object]) -> int:
+    """The number of a child that does the work; whatever happens, it never comes back as a second rank."""
+    child = os.fork()
+    if child == 0:
+        try:
+            work()
+        finally:
+            os._exit(1)
+    return child
+
+
+# --- Ending with the parent --------------------------------------------------------------------------------------
 
 
 def adopt_orphans() -> None:
@@ -40,15 +71,10 @@ def guard(environ: MutableMapping[str, str]) -> None:
 
     Found by a mark in their environment: mpirun kills a rank's process group, and children may have left it.
     """
-    if is_guarded(environ):
-        return
-    environ[_MARK] = mark = secrets.token_hex(8)
-    guarded = os.getpid()
-    if os.fork() == 0:
-        try:
-            _outlive(guarded, mark)
-        finally:
-            os._exit(0)  # whatever happens: it must never come back as a second rank
+    if not is_guarded(environ):
+        environ[_MARK] = mark = secrets.token_hex(8)
+        guarded = os.getpid()
+        fork(lambda: _outlive(guarded, mark))
 
 
 def _outlive(guarded: int, mark: str) -> None:
@@ -81,44 +107,50 @@ def marked(name: str, value: str) -> list[int]:
     return found
 
 
-def end_descendants(seconds: float = 5.0) -> None:
-    """Asks all descendants of this process to end, then kills those that are left."""
-    import psutil
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
+
+# --- Ending others -----------------------------------------------------------------------------------------------
+
+
+def end(living: Callable[[], Iterable[int]], seconds: float = 5.0) -> None:
+    """Asks processes to end, then kills those that are left. What ends may leave others: hence several rounds."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
-        # What ends may leave orphans, which are ours from then on: hence several rounds.
-        end = time.monotonic() + seconds
         asked: set[int] = set()
-        while living := [child for child in psutil.Process().children(recursive=True) if _lives(child)]:
-            for child in living:
-                if child.pid not in asked:
-                    asked.add(child.pid)
-                    send(child.pid, ask)
-            if time.monotonic() > end:
+        limit = time.monotonic() + seconds
+        while pids := set(living()):
+            for pid in pids - asked:
+                send(pid, ask)
+            asked |= pids
+            if time.monotonic() > limit:
                 break
             time.sleep(0.05)
 
 
-def _lives(process: object) -> bool:
-    """A zombie of ours is reaped here; other zombies are their parents' business."""
+def end_descendants() -> None:
+    """Also orphans, which are our children once `adopt_orphans` was called."""
+    end(_descendants)
+
+
+def _descendants() -> list[int]:
+    """Zombies of ours are reaped here; other zombies are their parents' business."""
     import psutil
 
-    assert isinstance(process, psutil.Process)
-    with contextlib.suppress(psutil.Error, ChildProcessError):
-        if process.status() != psutil.STATUS_ZOMBIE:
-            return True
-        os.waitpid(process.pid, os.WNOHANG)
-    return False
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.Error, ChildProcessError):
+            if child.status() != psutil.STATUS_ZOMBIE:
+                found.append(child.pid)
+            else:
+                os.waitpid(child.pid, os.WNOHANG)
+    return found
 
 
 def send(pid: int, number: int) -> None:
     """Unless it is gone, or its number has become another process's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
-
-
-def _prctl(option: int, value: int) -> None:
-    ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
 @contextlib.contextmanager
@@ -143,3 +175,103 @@ def interrupted_code(interrupt: KeyboardInterrupt) -> int:
 def exit_code(code: int) -> int:
     """As a shell counts: 128 and the signal's number where a signal ended the process."""
     return 128 - code if code < 0 else code
+
+
+# --- Which rank failed first -------------------------------------------------------------------------------------
+
+
+class Failure(NamedTuple):
+    """Why the training is over for everybody, in words, and with which exit code."""
+
+    sentence: str
+    code: int
+
+
+def cause_may_show(codes: Mapping[int, int | None], blames: Mapping[int, Blame]) -> bool:
+    """Whether every rank that failed blames one that hasn't ended, or is elsewhere.
+
+    `codes` are the exit codes of this machine's ranks, None while they run; `blames` are those of the failed ones.
+    """
+    failed = {rank for rank, code in codes.items() if code}
+    culprits = {one.culprit for rank, one in blames.items() if rank in failed}
+    return failed <= set(blames) and any(codes.get(culprit) is None for culprit in culprits)
+
+
+def first_failure(codes: Mapping[int, int | None], blames: Mapping[int, Blame]) -> Failure:
+    """At least one rank has failed: one that names no other rank as the cause, or the one that the others name."""
+    host = socket.gethostname()
+    failed = {rank: code for rank, code in codes.items() if code}
+    by_themselves = [rank for rank in failed if rank not in blames]
+    if by_themselves:
+        rank = by_themselves[0]
+        return Failure(f"rank {rank} on {host} {_ending(failed[rank])}", exit_code(failed[rank]) or 1)
+    culprit = Counter(blames[rank].culprit for rank in failed).most_common(1)[0][0]
+    witness = next(rank for rank in failed if blames[rank].culprit == culprit)
+    words = blames[witness].sentence.rstrip(".")
+    if words.startswith("CollectivesDiffer"):  # each blames the other: the sentence says what both called
+        return Failure(f"rank {witness} on {host} failed: {words}", 1)
+    return Failure(f"rank {culprit} is the cause, as rank {witness} on {host} found: {words}", 1)
+
+
+def _ending(code: int) -> str:
+    return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"failed with exit code {code}"
+
+
+# --- Between an mpirun and a rank --------------------------------------------------------------------------------
+
+
+def stay_behind(rank: int, environ: MutableMapping[str, str]) -> None:
+    """Returns in a child, which is the rank; this process waits for its end, says how it failed, and ends alike.
+
+    mpirun itself may exit with any code where a rank was killed, and MPICH names a process and no rank.
+    """
+    environ[blame.FOLDER] = folder = tempfile.mkdtemp(prefix="cputrain-blame-")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        die_with(parent)
+        return
+    code = 1
+    try:
+        code = _ended(child, rank, folder, environ)
+    finally:
+        os._exit(code)  # whatever happens: it must never come back as a second rank
+
+
+def _ended(child: int, rank: int, folder: str, environ: Mapping[str, str]) -> int:
+    asked = _forward_signals(child)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    blamed = blame.read(folder, rank)
+    known = blame.seconds_ago(folder, rank) if blamed else 0.0
+    shutil.rmtree(folder, ignore_errors=True)
+    if code == 0 or asked:
+        return exit_code(code)
+    failure = first_failure({rank: code}, {rank: blamed} if blamed else {})
+    if blamed:  # the culprit's parent is to fail first, so that its exit code is the one that counts
+        time.sleep(max(0.0, CULPRIT_SECONDS - known))
+    os.write(2, f"cputrain: {failure.sentence}.\n".encode())
+    time.sleep(_LAST_WORDS_SECONDS)
+    _abort(failure.code, environ)
+    return failure.code
+
+
+def _forward_signals(child: int) -> list[int]:
+    """The signals that mpirun has sent: after one of them, the rank's end is no failure of its own."""
+    asked: list[int] = []
+
+    def forward(number: int, frame: object) -> None:
+        asked.append(number)
+        send(child, number)
+
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, forward)
+    return asked
+
+
+def _abort(code: int, environ: Mapping[str, str]) -> None:
+    """Intel MPI and MPICH: a rank that never spoke to them may fail without the end of all others."""
+    if environ.get("PMI_FD"):
+        with contextlib.suppress(OSError, ValueError):
+            os.write(int(environ["PMI_FD"]), b"cmd=abort exitcode=%d\n" % code)

@@ -1,11 +1,14 @@
-"""Which rank this process is, if a launcher started it: torchrun, mpirun, srun or a Kubeflow operator."""
+"""Which rank, or which machine, this process is, if a launcher started it: torchrun, mpirun, srun or Kubeflow."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from cputrain.launch.config import PORT, Config
+from cputrain.log import logger
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,24 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     return counts[node] if node < len(counts) else None
 
 
+def number(environ: Mapping[str, str], name: str) -> int:
+    """A variable's value, which must be a whole number."""
+    text = environ[name]
+    if not re.fullmatch(r"\d{1,9}", text.strip()):
+        raise ValueError(f"{name} must be a whole number, found {text!r}.")
+    return int(text)
+
+
+# --- Kubeflow: its operators set torchrun's own variables, PET_* -------------------------------------------------
+
+
 _OF_A_NODE = ("PET_NNODES", "PET_NODE_RANK", "PET_RDZV_ENDPOINT", "PET_MASTER_ADDR", "PET_STANDALONE")
+_READ = {
+    *_OF_A_NODE, "PET_NPROC_PER_NODE", "PET_MASTER_PORT", "PET_RDZV_BACKEND", "PET_RDZV_ID", "PET_RDZV_CONF",
+    "PET_MAX_RESTARTS",
+}  # fmt: skip
+# torch's own default for a rendezvous whose endpoint has no port.
+_RENDEZVOUS_PORT = 29400
 
 
 def _node(environ: Mapping[str, str]) -> Node | None:
@@ -167,9 +187,88 @@ def stands_alone(environ: Mapping[str, str]) -> bool:
     return environ.get("PET_STANDALONE", "0").lower() not in ("0", "false")
 
 
-def number(environ: Mapping[str, str], name: str) -> int:
-    """A variable's value, which must be a whole number."""
-    text = environ[name]
-    if not re.fullmatch(r"\d{1,9}", text.strip()):
-        raise ValueError(f"{name} must be a whole number, found {text!r}.")
-    return int(text)
+class Count(NamedTuple):
+    """Processes of each machine, whether they are as many as was asked for, and the numbers in words."""
+
+    here: int
+    fits: bool
+    machines: str
+    total: str
+
+
+def count(size: int | None, here: int | None, least: int, most: int) -> Count:
+    """`size`: processes in all, if a number was asked for; `here`: of each of `least` to `most` machines, if told."""
+    here = here or max(1, (size or most) // max(1, most))
+    fits = size is None or here * least <= size <= here * most
+    return Count(here, fits, _span(least, most), _span(here * least, here * most))
+
+
+def _span(least: int, most: int) -> str:
+    return str(most) if least == most else f"{least} to {most}"
+
+
+def processes_here(place: Node, ppn: int | None, size: int | None) -> int:
+    """How many processes this machine starts; `size` is the number in all, if one was asked for."""
+    found = count(size, ppn or place.processes_here, place.machines, place.most)
+    if not found.fits:
+        raise ValueError(
+            f"{size} processes were asked for, but {found.machines} machines of {found.here} processes are "
+            f"{found.total} ({place.reason}): change num_processes."
+        )
+    return found.here
+
+
+def order_fields(place: Node, told: Mapping[str, str], config: Config) -> dict[str, Any]:
+    """How this machine meets the others, and how often ranks start anew: fields of a `node.Order`."""
+    unread = sorted(name for name in told if name.startswith("PET_") and name not in _READ)
+    if unread:
+        logger.warning(f"{', '.join(unread)}: without effect, cputrain launch doesn't know of it")
+    word = told.get("PET_NPROC_PER_NODE") or "1"
+    if not word.isdecimal():
+        logger.warning(
+            f"PET_NPROC_PER_NODE={word} would be a process for each of the host's CPUs, and isn't followed: one "
+            "process computes with all CPUs of this pod; nprocPerNode, or --ppn, says otherwise"
+        )
+    fields: dict[str, Any] = {"machines": place.machines, "most": place.most}
+    if told.get("PET_MAX_RESTARTS"):
+        fields["max_restarts"] = config.max_restarts or number(told, "PET_MAX_RESTARTS")
+    if told.get("PET_RDZV_CONF"):
+        fields["meeting"] = _settings(told["PET_RDZV_CONF"])
+    if stands_alone(told) or (place.most == 1 and not told.get("PET_RDZV_ENDPOINT")):
+        return fields
+    return {**fields, **_meeting(place, told, config)}
+
+
+def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, Any]:
+    endpoint = told.get("PET_RDZV_ENDPOINT")
+    backend = told.get("PET_RDZV_BACKEND", "static")
+    address = told.get("MASTER_ADDR") or told.get("PET_MASTER_ADDR") or config.main_process_ip
+    port = told.get("MASTER_PORT") or told.get("PET_MASTER_PORT") or config.main_process_port or PORT
+    if not endpoint and not address:
+        raise ValueError(f"it is not said where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
+    where = _with_port(endpoint) if endpoint else f"{address}:{port}"
+    if backend != "static":
+        return {"backend": backend, "endpoint": where, "run_id": told.get("PET_RDZV_ID") or "none"}
+    if place.machines != place.most:
+        raise ValueError(
+            f"PET_NNODES={told['PET_NNODES']}, and machines that may come and go need a rendezvous that numbers them: "
+            "set PET_RDZV_BACKEND=c10d and PET_RDZV_ENDPOINT."
+        )
+    if place.rank is None:
+        raise ValueError(
+            f"it is not said which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK."
+        )
+    return {"backend": "static", "endpoint": where, "machine": place.rank}
+
+
+def _with_port(endpoint: str) -> str:
+    return endpoint if endpoint.rpartition(":")[2].isdecimal() else f"{endpoint}:{_RENDEZVOUS_PORT}"
+
+
+def _settings(text: str) -> dict[str, str]:
+    """join_timeout=3600,read_timeout=900."""
+    pairs = [entry.partition("=") for entry in text.split(",") if entry.strip()]
+    for name, _, value in pairs:
+        if not name.strip() or not value.strip():
+            raise ValueError(f"PET_RDZV_CONF is {text!r}: write NAME=VALUE,NAME=VALUE.")
+    return {name.strip(): value.strip() for name, _, value in pairs}

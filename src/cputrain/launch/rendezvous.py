@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import ipaddress
-import os
 import re
 import socket
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from cputrain import authentication
-from cputrain.launch import pmi, pmix
+from cputrain.launch import pmi
 from cputrain.launch.config import PORT
+from cputrain.launch.pmi import Exchange
 from cputrain.launch.ranks import Place, number
 
 LOCAL = "127.0.0.1"
@@ -27,16 +27,6 @@ class Meeting(NamedTuple):
     token: str = ""  # the run's, if MPI carried one
 
 
-class Exchange(Protocol):
-    """How the ranks talk before torch is there."""
-
-    exit_code: int  # to be set by a rank that fails: its peers are ended, rather than left to wait
-
-    def broadcast(self, value: str) -> str: ...
-
-    def barrier(self) -> None: ...
-
-
 def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | None]:
     """The meeting place, and the connection to MPI, if it had to be asked."""
     address, reason = _told_address(place, environ)
@@ -48,7 +38,7 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
             raise ValueError("Slurm doesn't say where rank 0 is (SLURM_STEP_NODELIST): set MASTER_ADDR.")
         return Meeting(address, port or _slurm_port(environ), reason), None
     # Open MPI's ranks know a port without a question.
-    exchange = None if address and place.by == "openmpi" else _exchange(place, environ)
+    exchange = None if address and place.by == "openmpi" else pmi.exchange(place, environ)
     if exchange is None:
         if not address:
             raise ValueError(_nobody_knows(place))
@@ -71,60 +61,12 @@ def _told_address(place: Place, environ: Mapping[str, str]) -> tuple[str | None,
     return None, ""
 
 
-def _exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
-    if place.by == "pmi" and environ.get("PMI_FD"):
-        return pmi.Connection(environ)
-    if place.by == "openmpi" and (calls := pmix.library(environ)):
-        return pmix.Connection(calls)
-    if place.by in ("openmpi", "pmi") and "mpi4py" in _installed("mpi4py"):
-        return _Mpi4py(place)
-    return None
-
-
-def _installed(name: str) -> str:
-    import importlib.util
-
-    return name if importlib.util.find_spec(name) else ""
-
-
 def _nobody_knows(place: Place) -> str:
     said = {
         "environment": "RANK, WORLD_SIZE and LOCAL_RANK are set, but not MASTER_ADDR: set it to rank 0's address.",
         "openmpi": "Open MPI has no libpmix to ask where rank 0 is: give mpirun -x MASTER_ADDR=…, or install mpi4py.",
     }
     return said.get(place.by, "mpirun doesn't say where rank 0 is: set MASTER_ADDR, or pip install mpi4py.")
-
-
-class _Mpi4py:
-    """MPI itself, where its process manager has no protocol of its own. mpi4py finalises it at the end."""
-
-    def __init__(self, place: Place) -> None:
-        if place.by == "openmpi":  # it would prefer an Intel MPI that lies beside this Python
-            os.environ.setdefault("MPI4PY_MPIABI", "openmpi")
-        from mpi4py import MPI
-
-        self._world: Any = MPI.COMM_WORLD
-        if self._world.size != place.size:
-            raise ValueError(
-                f"mpirun started {place.size} ranks, mpi4py sees {self._world.size}: it loads another MPI's library."
-            )
-
-    @property
-    def exit_code(self) -> int:
-        return 0
-
-    @exit_code.setter
-    def exit_code(self, code: int) -> None:
-        """MPI_Finalize would wait for the peers for ever: they are ended instead."""
-        from mpi4py.run import set_abort_status
-
-        set_abort_status(code)
-
-    def broadcast(self, value: str) -> str:
-        return self._world.bcast(value, root=0)
-
-    def barrier(self) -> None:
-        self._world.Barrier()
 
 
 # --- Which of rank 0's addresses can be reached ------------------------------------------------------------------
@@ -230,6 +172,12 @@ def address_to_bind(host: str) -> str:
         return ""
     own = found.intersection(own_addresses())
     return own.pop() if len(own) == len(found) == 1 else ""
+
+
+def split(endpoint: str) -> tuple[str, int]:
+    """Host and port of node1:29500 or [fe80::1]:29500."""
+    host, _, port = endpoint.rpartition(":")
+    return host.strip("[]"), int(port)
 
 
 def is_loopback(host: str) -> bool:

@@ -76,6 +76,15 @@ def hold(endpoint: str, machine: int, machines: int, environ: Mapping[str, str],
         _report(card, patience, key)
 
 
+def check_version(launching: object) -> None:
+    """Of the machine that launches this one."""
+    if launching != __version__:
+        raise ValueError(
+            f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {launching}: "
+            "install the same version on both."
+        )
+
+
 def _seconds(environ: Mapping[str, str]) -> int:
     text = environ.get(SECONDS) or str(_DEFAULT_SECONDS)
     if not text.isdecimal() or int(text) == 0:
@@ -165,7 +174,7 @@ def _close(peers: Iterable[socket.socket]) -> None:
 
 
 def _listening(patience: _Patience) -> socket.socket:
-    host, port = _split(patience.endpoint)
+    host, port = rendezvous.split(patience.endpoint)
     try:
         return rendezvous.server_at(rendezvous.address_to_bind(host), port)
     except OSError as error:
@@ -261,7 +270,7 @@ def _report(card: Card, patience: _Patience, key: bytes) -> None:
 
 def _asked(card: Card, patience: _Patience, key: bytes) -> dict[str, Any]:
     """Number 0's answer, which comes when all are there; nothing if it hung up."""
-    with authentication.connect(_split(patience.endpoint), key, card.machine, _ANSWER_SECONDS) as peer:
+    with authentication.connect(rendezvous.split(patience.endpoint), key, card.machine, _ANSWER_SECONDS) as peer:
         peer.sendall(json.dumps(asdict(card)).encode() + b"\n")
         while not authentication.readable([peer], _PAUSE):
             patience.check(f"the other {patience.kind.name}s", grace=10)  # number 0 knows better who is missing
@@ -280,8 +289,3 @@ def _reason(error: OSError) -> str:
     if isinstance(error, authentication.Refused):
         return str(error)
     return os.strerror(error.errno) if error.errno else str(error)
-
-
-def _split(endpoint: str) -> tuple[str, int]:
-    host, _, port = endpoint.rpartition(":")
-    return host.strip("[]"), int(port)

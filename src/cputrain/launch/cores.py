@@ -1,8 +1,17 @@
-"""Which cores each rank of this machine computes on: its own physical cores, within one NUMA node where that goes."""
+"""What a rank gets of its machine: its own physical cores, memory near them, threads that fit, and an allocator."""
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from cputrain.hardware import Cpus, Hardware
 
@@ -156,3 +165,131 @@ def _cores(number: int) -> str:
 
 def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
+
+
+# --- Memory: from the NUMA node of the rank's cores, whichever of its threads touches it first -------------------
+
+# Numbers of set_mempolicy and get_mempolicy: libc has no functions for them, and libnuma is seldom installed.
+_CALLS = {"x86_64": (238, 239), "aarch64": (237, 236)}
+_DEFAULT, _PREFERRED, _LOCAL = 0, 1, 4
+_NODES = 1024  # room in a mask
+
+
+def numa_node(cpus: Iterable[int], machine: Hardware) -> int | None:
+    """The one node that has all these CPUs; None if there is only one in the machine, or they lie on several."""
+    nodes = machine.numa_nodes.value
+    wanted = set(cpus)
+    return next((node.number for node in nodes if wanted <= set(node.cpus)), None) if len(nodes) > 1 else None
+
+
+def prefer_memory_of(node: int) -> str | None:
+    """Memory comes from this node as long as it has some; the answer is why not, if so.
+
+    A policy that is there already (numactl) is its user's wish.
+    """
+    if platform.machine() not in _CALLS:
+        return f"{platform.machine()} isn't known here"
+    there = memory_policy()
+    if there[0] not in (_DEFAULT, _LOCAL):
+        return "the process was started with a memory policy of its own, which is kept"
+    mask = (ctypes.c_ulong * (_NODES // 64))()
+    mask[node // 64] = 1 << node % 64
+    return _refused(_CALLS[platform.machine()][0], ctypes.c_int(_PREFERRED), mask, ctypes.c_ulong(_NODES))
+
+
+def memory_policy() -> tuple[int, list[int]]:
+    """Of this thread: the policy's number, and its nodes."""
+    mode, mask = ctypes.c_int(), (ctypes.c_ulong * (_NODES // 64))()
+    number = _CALLS[platform.machine()][1]
+    reason = _refused(number, ctypes.byref(mode), mask, ctypes.c_ulong(_NODES), None, ctypes.c_ulong(0))
+    nodes = [node for node in range(_NODES) if mask[node // 64] >> node % 64 & 1]
+    return (mode.value, nodes) if reason is None else (_DEFAULT, [])
+
+
+def _refused(number: int, *arguments: object) -> str | None:
+    """Containers often forbid these calls."""
+    call = ctypes.CDLL(None, use_errno=True).syscall
+    return os.strerror(ctypes.get_errno()) if call(ctypes.c_long(number), *arguments) else None
+
+
+# --- OpenMP: GNU's, Intel's and LLVM's runtimes read different variables -----------------------------------------
+
+_RUNTIMES = {"gomp": "GNU", "iomp5": "Intel", "omp": "LLVM"}
+_RUNTIME = re.compile(r"lib(gomp|iomp5|omp)\b[^/\0]*\.so")
+
+
+def openmp_runtime(environ: Mapping[str, str], torch_folder: Path | None = None) -> tuple[str, str]:
+    """The one that torch loads (GNU, Intel, LLVM or unknown), and why. Settings must be there before torch's import."""
+    for library in re.split(r"[: ]", environ.get("LD_PRELOAD", "")):
+        found = _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library)))
+        if found:
+            return _RUNTIMES[found[1]], f"LD_PRELOAD={library}"
+    folder = torch_folder or _torch_folder()
+    deps = folder / "lib" / "libtorch_global_deps.so" if folder else None
+    if deps is None or not deps.exists():
+        return "unknown", "torch's libraries were not found"
+    # torch opens this tiny library first, globally, and what it needs is what everybody gets.
+    found = _RUNTIME.search(deps.read_bytes().decode("latin-1"))
+    if not found:
+        return "unknown", f"{deps} names none"
+    return _RUNTIMES[found[1]], f"{deps} needs {found[0]}"
+
+
+def openmp_settings(kind: str, crowded: bool) -> dict[str, str]:
+    """What to add beside OMP_NUM_THREADS.
+
+    Threads are not bound one by one: the first would keep data-loader workers and communication on its core. Threads
+    that wait must not burn a core on which another process computes: Intel's and LLVM's spin for 200 ms by default.
+    """
+    if kind in ("Intel", "LLVM"):
+        return {"KMP_BLOCKTIME": "0" if crowded else "1"}
+    if kind == "GNU" and crowded:
+        return {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {}
+
+
+def _torch_folder() -> Path | None:
+    found = importlib.util.find_spec("torch")
+    return Path(found.origin).parent if found and found.origin else None
+
+
+# --- Allocators --------------------------------------------------------------------------------------------------
+
+# By the names that stay the same between releases. The minimal tcmalloc has no profiler, and needs no libunwind.
+_ALLOCATORS = {
+    "tcmalloc": ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4"),
+    "jemalloc": ("libjemalloc.so.2",),
+}
+ALLOCATORS = ("default", *_ALLOCATORS)
+_FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib64", "/usr/lib", "/usr/local/lib")
+
+
+def preload(name: str, environ: Mapping[str, str], folders: tuple[str, ...] = ()) -> tuple[str, list[str]]:
+    """LD_PRELOAD for the ranks, and warnings. What the user preloads stays if it loads; ld.so ignores the rest."""
+    kept, warnings = [], []
+    for library in filter(None, re.split(r"[: ]", environ.get("LD_PRELOAD", ""))):
+        if loads(library):
+            kept.append(library)
+        else:
+            warnings.append(f"LD_PRELOAD names {library}, which can't be loaded: it is left out.")
+    if name != "default":
+        kept.append(_found(name, folders))
+    return ":".join(kept), warnings
+
+
+def _found(name: str, folders: tuple[str, ...]) -> str:
+    if name not in _ALLOCATORS:
+        raise ValueError(f"--allocator must be one of {', '.join(ALLOCATORS)}, found {name!r}.")
+    places = folders or (f"{sys.prefix}/lib", *_FOLDERS)
+    for file in (Path(folder) / library for library in _ALLOCATORS[name] for folder in places):
+        if file.exists() and loads(str(file)):
+            return str(file)
+    package = {"tcmalloc": "libtcmalloc-minimal4", "jemalloc": "libjemalloc2"}[name]
+    raise ValueError(f"--allocator {name}: none of {', '.join(_ALLOCATORS[name])} was found; apt install {package}.")
+
+
+def loads(library: str) -> bool:
+    """Asked of the loader itself: it runs a program with the library, and complains on stderr if it can't."""
+    environ = {"LD_PRELOAD": library, "PATH": os.defpath}
+    answer = subprocess.run(["/bin/true"], env=environ, capture_output=True, text=True, check=False)
+    return answer.returncode == 0 and "cannot be preloaded" not in answer.stderr
