@@ -1,7 +1,7 @@
 """Makes torch's store listen at the address that the ranks were told, under `cputrain run`; torch would use all.
 
 The store has no authentication: any program that reaches its port can read and write. (`launch` makes the store of the
-ranks that it starts itself, see launch/bound_store.py.)
+ranks that it starts itself, see launch/agent.py.)
 """
 
 from __future__ import annotations

@@ -77,8 +77,8 @@ class Config:
         return values
 
 
-_NAMES = [item.name for item in fields(Config)]
-OURS = tuple(_NAMES[_NAMES.index("engine") :])
+_NAMES = tuple(item.name for item in fields(Config))
+OURS = _NAMES[_NAMES.index("engine") :]
 _CHOICES = {
     "engine": ENGINES,
     "allocator": cores.ALLOCATORS,
@@ -86,31 +86,20 @@ _CHOICES = {
     "balance": BALANCES,
     "compute_environment": ("LOCAL_MACHINE",),
     "distributed_type": DISTRIBUTED_TYPES,
+    "mixed_precision": PRECISIONS,
 }
 
 
 def _check_choices(config: Config) -> None:
-    for key, known in _CHOICES.items():
-        if getattr(config, key) not in known:
-            raise _not_one_of(key, getattr(config, key), known)
     if config.mixed_precision == "fp16":
         raise ConfigError("mixed_precision", "fp16 doesn't train on CPUs: write bf16 or no.")
-    if config.mixed_precision not in PRECISIONS:
-        raise _not_one_of("mixed_precision", config.mixed_precision, PRECISIONS)
+    for key, known in _CHOICES.items():
+        if (found := getattr(config, key)) not in known:
+            raise ConfigError(key, f"{key} must be {' or '.join(known)}, found {found!r}.")
 
 
-def _not_one_of(key: str, found: str, known: tuple[str, ...]) -> ConfigError:
-    return ConfigError(key, f"{key} must be {' or '.join(known)}, found {found!r}.")
-
-
-_LEAST = {
-    "num_machines": 1,
-    "num_processes": 1,
-    "machine_rank": 0,
-    "ppn": 1,
-    "cores_for_communication": 0,
-    "max_restarts": 0,
-}
+_LEAST = {"num_machines": 1, "num_processes": 1, "ppn": 1}
+_LEAST |= {"machine_rank": 0, "cores_for_communication": 0, "max_restarts": 0}
 
 
 def _check_numbers(config: Config) -> None:
@@ -137,22 +126,20 @@ def _check_together(config: Config) -> None:
             check_name(config.main_process_ip)
         except ValueError as error:
             raise ConfigError("main_process_ip", f"main_process_ip: {error}") from None
-    if config.hostfile:  # it says how many machines there are
-        return
+    if not config.hostfile:  # which says how many machines there are
+        _check_machines(config, machines, processes)
+
+
+def _check_machines(config: Config, machines: int, processes: int) -> None:
     if processes % machines:
-        raise ConfigError(
-            "num_processes",
-            f"{machines} machines can't share {processes} process{'es' if processes > 1 else ''} evenly.",
-        )
+        several = "es" if processes > 1 else ""
+        raise ConfigError("num_processes", f"{machines} machines can't share {processes} process{several} evenly.")
     if config.ppn and machines > 1 and config.ppn * machines != processes:
-        raise ConfigError(
-            "ppn", f"{machines} machines of {config.ppn} processes have {config.ppn * machines}, found {processes}."
-        )
+        has = f"{machines} machines of {config.ppn} processes have {config.ppn * machines}"
+        raise ConfigError("ppn", f"{has}, found {processes}.")
     if config.machine_rank >= machines:
-        raise ConfigError(
-            "machine_rank",
-            f"machine_rank is {config.machine_rank}, but the ranks of {machines} machines end at {machines - 1}.",
-        )
+        end = f"the ranks of {machines} machines end at {machines - 1}"
+        raise ConfigError("machine_rank", f"machine_rank is {config.machine_rank}, but {end}.")
     if machines > 1 and not config.main_process_ip:
         raise ConfigError("num_machines", f"{machines} machines need a main_process_ip: the address of rank 0.")
 

@@ -16,18 +16,7 @@ from cputrain.launch.config import OURS, Config, ConfigError
 if TYPE_CHECKING:
     from ruamel.yaml.nodes import MappingNode, Node
 
-_TEXT = ("compute_environment", "distributed_type", "downcast_bf16", "main_training_function", "mixed_precision")
-_OUR_TEXT = ("engine", "hostfile", "allocator", "log_dir", "grad_compression", "balance")
-_WHOLE = (
-    "machine_rank",
-    "main_process_port",
-    "num_machines",
-    "num_processes",
-    "ppn",
-    "cores_for_communication",
-    "max_restarts",
-)
-_TRUTH = ("same_network", "tpu_use_cluster", "tpu_use_sudo", "use_cpu")
+_TYPES = {item.name: str(item.type) for item in fields(Config) if item.name not in ("ipex", "env", "tpu_env")}
 # accelerate writes them too. What they say has no meaning on CPUs, so only "nothing" is accepted.
 _EMPTY = ("deepspeed_config", "fsdp_config", "megatron_lm_config", "fp8_config", "parallelism_config", "gpu_ids")
 _IGNORED = ("debug", "enable_cpu_affinity", "dynamo_config", "tpu_name", "tpu_zone", "commands")
@@ -150,19 +139,15 @@ def _values(key: str, node: Node) -> dict[str, object]:
     """What one line of the file says, by our names."""
     if key == "ipex_config":
         return _ipex(node)
-    if key == "main_process_ip":
-        return {key: None if _scalar(node) is None else _text(key, node)}
     if key == "mpirun_config":
         return _mpirun(node)
     if key == "env":
         return {"env": _variables(node)}
-    if key == "rdzv_backend" or key in _TEXT or key in _OUR_TEXT:
-        return {key: _text(key, node)}
-    if key == "main_process_port" and _scalar(node) is None:
+    if key in ("main_process_ip", "main_process_port") and _scalar(node) is None:
         return {key: None}
-    for names, reader in ((_WHOLE, _whole), (_TRUTH, _truth)):
-        if key in names:
-            return {key: reader(key, node)}
+    if key in _TYPES:
+        reader = {"str": _text, "int": _whole, "bool": _truth}[_TYPES[key].partition(" ")[0]]
+        return {key: reader(key, node)}
     if key == "tpu_env" or key in _EMPTY:
         if _scalar(node) not in (None, "", "all") and node.value:
             raise ConfigError(key, f"{key} has no meaning on CPUs: leave it out.")
@@ -175,21 +160,13 @@ def _values(key: str, node: Node) -> dict[str, object]:
 def _instead_of(key: str) -> str:
     from difflib import get_close_matches
 
-    known = [item.name for item in fields(Config) if item.name != "ipex"]
-    close = get_close_matches(key, [*known, "ipex_config", "mpirun_config"], 1)
+    close = get_close_matches(key, [*_TYPES, "env", "tpu_env", "ipex_config", "mpirun_config"], 1)
     return f"did you mean {close[0]}?" if close else "remove it."
 
 
 def _ipex(node: Node) -> dict[str, object]:
-    from ruamel.yaml.nodes import MappingNode
-
-    if not isinstance(node, MappingNode):
-        if _scalar(node) is None:
-            return {}
-        raise ConfigError("ipex_config", "ipex_config must hold `ipex: true` or `ipex: false`.")
     found: dict[str, object] = {}
-    for key_node, value in node.value:
-        key = _scalar(key_node)
+    for key, value in _pairs("ipex_config", node, "`ipex: true` or `ipex: false`"):
         if key == "use_xpu" and _truth(key, value):
             raise ConfigError("ipex_config", "use_xpu chooses a GPU, and cputrain trains on CPUs: leave it out.")
         if key not in ("ipex", "use_xpu"):
@@ -201,15 +178,8 @@ def _ipex(node: Node) -> dict[str, object]:
 
 def _mpirun(node: Node) -> dict[str, object]:
     """Accelerate's part about mpirun: the file of hosts, and the workers of oneCCL, which are cores to us."""
-    from ruamel.yaml.nodes import MappingNode
-
-    if not isinstance(node, MappingNode):
-        if _scalar(node) is None:
-            return {}
-        raise ConfigError("mpirun_config", "mpirun_config must hold `mpirun_hostfile: FILE`.")
     found: dict[str, object] = {}
-    for key_node, value in node.value:
-        key = _scalar(key_node)
+    for key, value in _pairs("mpirun_config", node, "`mpirun_hostfile: FILE`"):
         if key == "mpirun_hostfile" and _scalar(value):
             found["hostfile"] = _text("mpirun_hostfile", value)
         elif key == "mpirun_ccl" and _scalar(value) is not None:
@@ -217,6 +187,17 @@ def _mpirun(node: Node) -> dict[str, object]:
         elif key not in ("mpirun_hostfile", "mpirun_ccl"):
             raise ConfigError("mpirun_config", f"mpirun_config knows mpirun_hostfile and mpirun_ccl, found {key!r}.")
     return found
+
+
+def _pairs(name: str, node: Node, example: str) -> list[tuple[object, Node]]:
+    """Keys and values of a mapping within the file; none if nothing is said."""
+    from ruamel.yaml.nodes import MappingNode
+
+    if isinstance(node, MappingNode):
+        return [(_scalar(key), value) for key, value in node.value]
+    if _scalar(node) is None:
+        return []
+    raise ConfigError(name, f"{name} must hold {example}.")
 
 
 def _variables(node: Node) -> tuple[str, ...]:

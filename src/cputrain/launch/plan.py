@@ -94,18 +94,16 @@ def _by_agent(
     if max((differing or {}).get(name) or 1 for name in ("machines", "most")) == 1:
         variables |= token_variable(task.inherited, task.added)
     fixed = {"backend": "static", "endpoint": f"127.0.0.1:{config.main_process_port}"}
-    order = node.Order(
-        program=task.program,
-        folder=task.folder,
-        environment=variables,
-        processes=here.processes,
-        log_dir=config.log_dir,
-        bars=task.bars,
-        **{"max_restarts": config.max_restarts, **(fixed if config.main_process_port else {}), **(differing or {})},
-    )
+    fields = {"processes": here.processes, **(fixed if config.main_process_port else {}), **(differing or {})}
+    order = _order(config, task, variables, fields)
     words = [sys.executable, *node.rank_arguments(task.program)]
     commands = ((here.name, words),)
     return Plan(engine, reason, (here,), commands, variables, False, order.meeting_words, lambda: node.run(order))
+
+
+def _order(config: Config, task: Task, variables: Mapping[str, str], fields: Mapping[str, Any]) -> node.Order:
+    told = {"max_restarts": config.max_restarts, "log_dir": config.log_dir, "bars": task.bars, **fields}
+    return node.Order(task.program, task.folder, variables, **told)
 
 
 def _one_of_several(config: Config, task: Task) -> Plan:
@@ -204,17 +202,8 @@ def _by_ssh(config: Config, machines: list[Machine], task: Task, reason: str) ->
     added = {**task.added, **size_variables(size), **token_variable(task.inherited, task.added)}
     variables = forwarded(task.inherited, added)
     address = config.main_process_ip or ssh.meeting_address(machines)
-    order = node.Order(
-        program=task.program,
-        folder=task.folder,
-        environment=variables,
-        processes=0,
-        backend="static",
-        endpoint=f"{address}:{config.main_process_port or _some_port()}",
-        max_restarts=config.max_restarts,
-        log_dir=config.log_dir,
-        bars=task.bars,
-    )
+    endpoint = f"{address}:{config.main_process_port or _some_port()}"
+    order = _order(config, task, variables, {"processes": 0, "backend": "static", "endpoint": endpoint})
     commands = tuple((machine.name, ssh.command(machine.name)) for machine in machines)
     why, told = f"{reason}: by ssh", replace(order, machines=len(machines)).meeting_words
     return Plan("torchrun", why, tuple(machines), commands, variables, True, told, lambda: node.run_on(machines, order))
