@@ -1,4 +1,4 @@
-"""The shared-memory collectives of the native library: structures, numbers, calls (originals: csrc/api_collectives.h)."""
+"""The shared-memory collectives of the native library: structures, numbers and calls, as in csrc/api_collectives.h."""
 
 from __future__ import annotations
 
