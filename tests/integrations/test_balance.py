@@ -18,7 +18,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from cputrain.integrations import balance, sample_lengths
+from cputrain.integrations import balance
 from cputrain.integrations.balance import BalancedShard, deal
 from cputrain.integrations.balance import balance as balance_loader
 from tests.integrations.tiny import windows
@@ -36,7 +36,7 @@ def shards(ranks: int, balanced: bool, **options) -> list[list[list[int]]]:
         split, even = options.get("split", False), options.get("even", True)
         shard = BatchSamplerShard(batches, ranks, rank, split, even)
         if balanced:
-            BalancedShard.take_over(shard, sample_lengths.lengths_of(SAMPLES))
+            BalancedShard.take_over(shard, balance.lengths_of(SAMPLES))
         found.append(list(shard))
     return found
 
@@ -128,15 +128,15 @@ def test_data_sets_whose_lengths_are_known() -> None:
     rows = [{name: value.tolist() for name, value in sample.items()} for sample in SAMPLES]
     table = datasets.Dataset.from_list(rows)
     for data in (SAMPLES, rows, table, table.with_format("torch"), Subset(SAMPLES, range(47)), OwnWithLengths()):
-        assert sample_lengths.lengths_of(data)([5, 46, 0]) == [LENGTHS[5], LENGTHS[46], LENGTHS[0]]
+        assert balance.lengths_of(data)([5, 46, 0]) == [LENGTHS[5], LENGTHS[46], LENGTHS[0]]
         assert is_balanced(loader(data))
-    assert sample_lengths.lengths_of(table.shuffle(seed=1).select([3, 2]))([1]) == [
+    assert balance.lengths_of(table.shuffle(seed=1).select([3, 2]))([1]) == [
         sum(table.shuffle(seed=1)[2]["attention_mask"])
     ]
     ids = [{"input_ids": [1] * (2 + number), "label": 0} for number in range(4)]
-    assert sample_lengths.lengths_of(ids)([0, 3]) == [2, 5]
+    assert balance.lengths_of(ids)([0, 3]) == [2, 5]
     choices = [{"attention_mask": [[1, 1, 0], [1, 0, 0]], "label": 0}]
-    assert sample_lengths.lengths_of(choices)([0]) == [3]
+    assert balance.lengths_of(choices)([0]) == [3]
 
 
 def labelled_by_token():

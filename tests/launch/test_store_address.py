@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.integrations import store_address
+from cputrain.integrations import process_groups
 from cputrain.launch import rendezvous
 
 SCRIPT = """
@@ -46,13 +46,13 @@ def test_the_store_listens_at_the_address_that_ranks_are_told(
 
 @pytest.mark.parametrize("told", ["0.0.0.0", "192.0.2.1", "box1"], ids=["all", "another machine's", "name"])
 def test_what_other_ranks_may_understand_otherwise_is_left_to_torch(told: str) -> None:
-    assert store_address._server_at(told, 0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
+    assert process_groups._server_at(told, 0, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}) is None
 
 
 @pytest.mark.parametrize(("ranks_here", "binds"), [("2", True), ("1", False), (None, False)])
 def test_loopback_is_enough_only_if_all_ranks_are_here(ranks_here: str | None, binds: bool) -> None:
     environ = {"WORLD_SIZE": "2", **({"LOCAL_WORLD_SIZE": ranks_here} if ranks_here else {})}
-    server = store_address._server_at("127.0.0.1", 0, environ)
+    server = process_groups._server_at("127.0.0.1", 0, environ)
     assert (server is not None) == binds
     if server:
         server.close()
