@@ -23,4 +23,4 @@ def test_a_hop_exists(file: str, name: str) -> None:
     path = ROOT / file if file.startswith("csrc/") else ROOT / "src" / "cputrain" / file
     source = path.read_text()
     for part in filter(None, name.split(".")):
-        assert re.search(rf"^ *(?:async )?(?:def|class) {re.escape(part)}\b", source, re.MULTILINE), f"no {part} in {file}"
+        assert re.search(rf"^ *(?:def|class) {re.escape(part)}\b", source, re.MULTILINE), f"no {part} in {file}"
