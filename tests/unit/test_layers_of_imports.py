@@ -56,7 +56,6 @@ LIGHT = [
     "cputrain",
     "cputrain.hardware",
     "cputrain.cli",
-    "cputrain.cli.commands",
     "cputrain.cli.run",
     "cputrain.cli.run_options",
     "cputrain.cli.env",
