@@ -11,9 +11,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from cputrain import plain_text
 from cputrain.layers.encoder import DROPPED
 from cputrain.layers.patch import STEPPED_ASIDE, Patches, format_of
+from cputrain.log import printable
 
 Row = tuple[str, str, str]
 
@@ -33,10 +33,10 @@ class Explanation:
     modules: list[Row]
 
     def __str__(self) -> str:
-        return plain_text.printable("\n".join(self._lines(None)))
+        return printable("\n".join(self._lines(None)))
 
     def __repr__(self) -> str:
-        return plain_text.printable("\n".join(self._lines(shutil.get_terminal_size().columns)))
+        return printable("\n".join(self._lines(shutil.get_terminal_size().columns)))
 
     def _repr_html_(self) -> str:
         modules = _html([_HEAD], "th") + _html(self.modules, "td") if self.modules else ""

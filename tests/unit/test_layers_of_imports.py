@@ -16,8 +16,7 @@ PACKAGE = Path(__file__).parents[2] / "src" / "cputrain"
 MAY_IMPORT = {
     "log": [],
     "kernel_files": [],
-    "cgroup": ["kernel_files"],
-    "hardware": ["cgroup", "settings"],
+    "hardware": ["kernel_files", "settings"],
     "settings": [],
     "keep_alive": [],
     "blame": ["settings"],
@@ -25,16 +24,14 @@ MAY_IMPORT = {
     "text_files": [],
     "secrets_in_clear": [],
     "user_folders": ["settings"],
-    "plain_text": [],
     "native": ["hardware"],
     "formats": ["native", "user_folders"],
     "ops": ["formats"],
     "memory": [],
-    "stand_in": [],
-    "padding": ["ops", "stand_in"],
+    "padding": ["ops"],
     "layers": ["padding"],
     "optimizers": ["native"],
-    "explanation": ["layers", "plain_text"],
+    "explanation": ["layers"],
     "api": ["explanation", "memory", "optimizers"],  # "optimize" is the function's name
     "distributed": ["native", "keep_alive", "authentication", "blame", "user_folders"],
     "launch": [

@@ -58,9 +58,9 @@ def _dispatch(arguments: list[str]) -> None:
 
         run.main(target)
     else:
-        from cputrain import plain_text
+        from cputrain import log
 
-        plain_text.for_this_terminal()
+        log.tolerate_ascii_terminals()
         _run_command(arguments)
 
 

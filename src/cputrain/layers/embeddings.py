@@ -24,7 +24,7 @@ from cputrain.layers.patch import (
 )
 from cputrain.layers.residual import dropout_rate
 from cputrain.ops.embeddings import embed
-from cputrain.stand_in import StandIn, computed
+from cputrain.padding import StandIn, computed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
 _MOST_TABLES = 3

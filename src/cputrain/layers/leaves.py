@@ -12,7 +12,7 @@ from cputrain.ops.activation import bias_activation
 from cputrain.ops.dropout import dropout
 from cputrain.ops.linear import flat, linear
 from cputrain.ops.norm import layer_norm
-from cputrain.stand_in import computed
+from cputrain.padding import computed
 
 # Below this many elements a stock call is over before ours has checked its arguments.
 WORTHWHILE = 16384

@@ -35,8 +35,7 @@ from cputrain.layers.patch import (
 )
 from cputrain.layers.probe import REFUSALS
 from cputrain.layers.without_padding import REAL, why_padding_is_needed
-from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
-from cputrain.stand_in import StandIn, computed
+from cputrain.padding import PaddingMask, RaggedTokens, StandIn, computed, gather, scatter, scatter_heads
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")  # as versions of transformers call them
