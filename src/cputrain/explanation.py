@@ -11,8 +11,8 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from cputrain import plain_text
 from cputrain.blocks.encoder import DROPPED
+from cputrain.log import printable
 from cputrain.patching.bind import STEPPED_ASIDE, Patches, format_of
 
 Row = tuple[str, str, str]
@@ -33,10 +33,10 @@ class Explanation:
     modules: list[Row]
 
     def __str__(self) -> str:
-        return plain_text.printable("\n".join(self._lines(None)))
+        return printable("\n".join(self._lines(None)))
 
     def __repr__(self) -> str:
-        return plain_text.printable("\n".join(self._lines(shutil.get_terminal_size().columns)))
+        return printable("\n".join(self._lines(shutil.get_terminal_size().columns)))
 
     def _repr_html_(self) -> str:
         modules = _html([_HEAD], "th") + _html(self.modules, "td") if self.modules else ""

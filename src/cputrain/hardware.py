@@ -16,8 +16,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from cputrain import settings
-from cputrain.cgroup import limits
-from cputrain.kernel_files import Cpus, Tree, parse_cpus, parse_size
+from cputrain.kernel_files import Cpus, Tree, cgroup_limits, parse_cpus, parse_size
 
 T = TypeVar("T")
 
@@ -282,7 +281,7 @@ def _cpuset(tree: Tree) -> Fact[Cpus | None]:
     found = [
         (path, parse_cpus(text))
         for name in ("cpuset.cpus.effective", "cpuset.effective_cpus", "cpuset.cpus")
-        for path, text in limits(tree, "cpuset", name)
+        for path, text in cgroup_limits(tree, "cpuset", name)
         if text
     ]
     if not found:
@@ -295,11 +294,11 @@ def _cpuset(tree: Tree) -> Fact[Cpus | None]:
 def _cpu_quota(tree: Tree) -> Fact[float | None]:
     """CPUs' worth of time per period; the least on the way up wins."""
     found = []
-    for path, text in limits(tree, "cpu", "cpu.max"):
+    for path, text in cgroup_limits(tree, "cpu", "cpu.max"):
         quota, _, period = text.partition(" ")
         if quota.isdigit():
             found.append((int(quota) / int(period or 100_000), path))
-    for path, quota in limits(tree, "cpu", "cpu.cfs_quota_us"):
+    for path, quota in cgroup_limits(tree, "cpu", "cpu.cfs_quota_us"):
         period = tree.read(posixpath.join(posixpath.dirname(path), "cpu.cfs_period_us")) or "100000"
         if quota.isdigit():
             found.append((int(quota) / int(period), path))
@@ -310,7 +309,7 @@ def _memory_limit(tree: Tree) -> Fact[int | None]:
     found = [
         (int(text), path)
         for name in ("memory.max", "memory.limit_in_bytes")
-        for path, text in limits(tree, "memory", name)
+        for path, text in cgroup_limits(tree, "memory", name)
         if text.isdigit() and int(text) < _NO_LIMIT
     ]
     return Fact(*min(found)) if found else Fact(None, "no cgroup sets a limit")

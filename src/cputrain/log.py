@@ -1,9 +1,11 @@
-"""The one logger, lines that are said once, and how they look on a terminal: all with the prefix `cputrain:`."""
+"""What a user reads: the one logger, with the prefix `cputrain:`, and text that a terminal of ASCII can show."""
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import functools
+import io
 import logging
 import sys
 
@@ -49,3 +51,35 @@ def _bars_cleared(stream: object) -> contextlib.AbstractContextManager:
     if not getattr(tqdm, "_instances", None):
         return contextlib.nullcontext()
     return tqdm.external_write_mode(file=stream)  # type: ignore[union-attr]
+
+
+# --- Where a terminal takes only ASCII or Latin-1: … becomes ..., × becomes x, and nothing ends in a traceback -------
+
+_IN_ASCII = {"…": "...", "×": "x", "–": "-", "—": "-", "→": "->", "≤": "<=", "≥": ">=", "’": "'", "•": "*"}
+_HANDLER = "cputrain_plain_text"
+
+
+def _replaced(error: UnicodeError) -> tuple[str | bytes, int]:
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    found = error.object[error.start]
+    if found in _IN_ASCII:
+        return _IN_ASCII[found], error.start + 1
+    one = UnicodeEncodeError(error.encoding, error.object, error.start, error.start + 1, error.reason)
+    return codecs.backslashreplace_errors(one)
+
+
+codecs.register_error(_HANDLER, _replaced)
+
+
+def printable(text: str) -> str:
+    """The text, with look-alikes for what standard output can't show."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
+    return text.encode(encoding, _HANDLER).decode(encoding)
+
+
+def tolerate_ascii_terminals() -> None:
+    """Standard output and error of this process never raise for a character that they can't show."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=_HANDLER)

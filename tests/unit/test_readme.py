@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain.cli.commands import SUMMARIES
+from cputrain.cli import SUMMARIES
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

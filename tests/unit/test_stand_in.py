@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 from cputrain.blocks.embedding import PendingRows
 from cputrain.blocks.stack import RaggedStates
-from cputrain.padding import PaddingMask
-from cputrain.stand_in import OPERATORS, StandIn
+from cputrain.padding import OPERATORS, PaddingMask, StandIn
 
 REAL = torch.tensor([[True, True, True], [True, False, False]])
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from cputrain.blocks.residual import dropout_rate
 from cputrain.ops.embeddings import embed
+from cputrain.padding import StandIn, computed
 from cputrain.patching.bind import (
     Patches,
     step_aside,
@@ -24,7 +25,6 @@ from cputrain.patching.bind import (
     why_not_parts,
     why_not_tensors,
 )
-from cputrain.stand_in import StandIn, computed
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
 _MOST_TABLES = 3

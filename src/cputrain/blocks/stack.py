@@ -20,7 +20,7 @@ from cputrain.blocks import config_view, head
 from cputrain.blocks.attention_registry import stock_reasons
 from cputrain.blocks.config_view import is_transformers_model
 from cputrain.blocks.encoder import DROPPED, Verdicts, parts_of, why_changed
-from cputrain.padding import PaddingMask, RaggedTokens, gather, scatter, scatter_heads
+from cputrain.padding import PaddingMask, RaggedTokens, StandIn, computed, gather, scatter, scatter_heads
 from cputrain.patching import padded_reads
 from cputrain.patching.bind import (
     KEEPS_PADDING,
@@ -37,7 +37,6 @@ from cputrain.patching.bind import (
 )
 from cputrain.patching.probe import REFUSALS
 from cputrain.patching.without_padding import REAL, why_padding_is_needed
-from cputrain.stand_in import StandIn, computed
 
 _OF_EACH_TOKEN = ("position_ids", "position_embeddings")
 _CACHES = ("past_key_values", "past_key_value", "layer_past")  # as versions of transformers call them

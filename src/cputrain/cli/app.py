@@ -7,7 +7,7 @@ from typing import Any
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from cputrain.cli import help_page
+from cputrain.cli.terminal import Rows, help_page
 
 _HELP = {"help_option_names": ["-h", "--help"]}
 
@@ -27,6 +27,11 @@ def new_app(**settings: Any) -> typer.Typer:
 def command(app: typer.Typer, examples: str, cls: type[Command] | None = None, **settings: Any) -> Any:
     """Decorates a function that is a command. `settings` are click's, e.g. allow_interspersed_args=False."""
     return app.command(cls=cls or Command, epilog=examples, context_settings={**_HELP, **settings})
+
+
+def option(text: str, *names: str, metavar: str | None = None) -> Any:
+    """An option of a command: what it means, and its spellings."""
+    return typer.Option(*names, help=text, metavar=metavar)
 
 
 def run(app: typer.Typer, name: str, arguments: list[str]) -> None:
@@ -68,7 +73,7 @@ def _first_sentence(text: str) -> str:
     return f"{' '.join(text.split()).partition('. ')[0].rstrip('.')}."
 
 
-def _page(command: Any, ctx: Any, commands: help_page.Rows) -> str:
+def _page(command: Any, ctx: Any, commands: Rows) -> str:
     shown = [one for one in command.get_params(ctx) if not getattr(one, "hidden", False)]
     arguments = [one for one in shown if one.param_type_name == "argument"]
     options = [one for one in shown if one.param_type_name == "option"]
@@ -77,7 +82,7 @@ def _page(command: Any, ctx: Any, commands: help_page.Rows) -> str:
         ("Commands", commands),
         ("Options", [(_option(one), _meaning(one)) for one in options]),
     ]
-    return help_page.page(
+    return help_page(
         [" ".join([ctx.command_path, *command.collect_usage_pieces(ctx)])], command.help, lists, command.epilog
     )
 

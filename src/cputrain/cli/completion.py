@@ -42,15 +42,15 @@ def completion(shell: Annotated[str, typer.Argument(metavar="bash|zsh|fish", hel
 
 def entries() -> Iterator[Entry]:
     """Every command, the bare `cputrain` first."""
-    from cputrain.cli import commands, run_options
+    from cputrain.cli import SUMMARIES, app_of, run_options
 
-    yield Entry("", "", {"--help": None, "--version": None}, list(commands.SUMMARIES))
+    yield Entry("", "", {"--help": None, "--version": None}, list(SUMMARIES))
     values = {name: list(known) for name, known in run_options.CHOICES.items()}
-    yield Entry("run", commands.SUMMARIES["run"], {**values, "--help": None}, [])
-    yield Entry("help", commands.SUMMARIES["help"], {}, [name for name in commands.SUMMARIES if name != "help"])
-    for name, summary in commands.SUMMARIES.items():
+    yield Entry("run", SUMMARIES["run"], {**values, "--help": None}, [])
+    yield Entry("help", SUMMARIES["help"], {}, [name for name in SUMMARIES if name != "help"])
+    for name, summary in SUMMARIES.items():
         if name not in ("run", "help"):
-            yield from _below(name, summary, typer.main.get_command(commands.app_of(name)))
+            yield from _below(name, summary, typer.main.get_command(app_of(name)))
 
 
 def _below(path: str, summary: str, found: Any) -> Iterator[Entry]:

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from cputrain import hardware
-from cputrain.cli.app import command, new_app
+from cputrain.cli.app import command, new_app, option
 from cputrain.launch import config_file
 from cputrain.launch.config import PORT, Config
 
@@ -29,22 +29,17 @@ _PRECISIONS = ("no", "bf16")
 @command(app, EXAMPLES)
 def config(
     file: Annotated[
-        Path | None,
-        typer.Option("--file", "--config_file", metavar="FILE", help="The file to write; else the default one."),
+        Path | None, option("The file to write; else the default one.", "--file", "--config_file", metavar="FILE")
     ] = None,
-    default: Annotated[bool, typer.Option("--default", help="Ask nothing: write the defaults.")] = False,
-    update: Annotated[bool, typer.Option("--update", help="Ask nothing: read the file, write it anew.")] = False,
+    default: Annotated[bool, option("Ask nothing: write the defaults.", "--default")] = False,
+    update: Annotated[bool, option("Ask nothing: read the file, write it anew.", "--update")] = False,
     for_accelerate: Annotated[
         Path | None,
-        typer.Option(
-            "--for-accelerate",
-            metavar="FILE",
-            help="Ask nothing: write the configuration there as accelerate reads it.",
+        option(
+            "Ask nothing: write the configuration there as accelerate reads it.", "--for-accelerate", metavar="FILE"
         ),
     ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Don't ask whether a file may be overwritten.")
-    ] = False,
+    overwrite: Annotated[bool, option("Don't ask whether a file may be overwritten.", "--overwrite")] = False,
 ) -> None:
     """Answer Accelerate's questions about this machine, and write the configuration that `launch` reads."""
     path = file or config_file.default_path()

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cputrain import __version__, hardware, settings
-from cputrain.cli import installation
-from cputrain.cli.app import command, new_app
+from cputrain.cli import env
+from cputrain.cli.app import command, new_app, option
+from cputrain.cli.terminal import in_bytes
 from cputrain.hardware import Fact
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ class Report:
 
     cputrain: str
     packages: dict[str, str | None]
-    installation: installation.Installation
+    installation: env.Installation
     hardware: hardware.Hardware
     kernels: Kernels
     auto: Fact[str] | None  # the precision that dtype="auto" means here; None if no kernel runs
@@ -65,8 +66,8 @@ class Report:
 
 @command(app, EXAMPLES)
 def doctor(
-    as_json: Annotated[bool, typer.Option("--json", help="Print all of it as JSON, with every source.")] = False,
-    strict: Annotated[bool, typer.Option("--strict", help="End with 1 if there is any warning.")] = False,
+    as_json: Annotated[bool, option("Print all of it as JSON, with every source.", "--json")] = False,
+    strict: Annotated[bool, option("End with 1 if there is any warning.", "--strict")] = False,
 ) -> None:
     """Say what this CPU is, what of it may be used, which kernels run on it, and why.
 
@@ -87,8 +88,8 @@ def examine() -> Report:
     machine = hardware.this_machine()
     kernels = _kernels()
     threads = _threads()
-    installed = installation.examine()
-    packages = {name: installation.version(name) for name in _PACKAGES}
+    installed = env.examine_installation()
+    packages = {name: env.version(name) for name in _PACKAGES}
     return Report(
         cputrain=__version__,
         packages=packages,
@@ -128,7 +129,7 @@ def _threads() -> Threads:
     """Asked after the kernels were loaded, so that every OpenMP runtime that a training would have is there."""
     torch = sys.modules.get("torch")  # the native library's module has imported it, if it can be imported
     threads = torch.get_num_threads() if torch else None
-    return Threads(threads, settings.value_of(settings.THREADS) or None, installation.openmp_runtimes())
+    return Threads(threads, settings.value_of(settings.THREADS) or None, env.openmp_runtimes())
 
 
 def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> Iterator[str]:
@@ -149,7 +150,7 @@ def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> I
         yield f"{kernels.reason} chooses the kernels, which may be slower than this CPU's best: unset it."
 
 
-def _advice_on(installed: installation.Installation, packages: dict[str, str | None]) -> Iterator[str]:
+def _advice_on(installed: env.Installation, packages: dict[str, str | None]) -> Iterator[str]:
     for library in installed.bad_preloads:
         yield f"LD_PRELOAD names {library}, which can't be loaded: correct its path, or unset LD_PRELOAD."
     if packages["torch"] and not packages["numpy"]:
@@ -267,14 +268,6 @@ def _nodes(nodes: tuple[hardware.NumaNode, ...]) -> str:
 def _cache(cache: hardware.Cache) -> str:
     kind = {"data": "d", "instruction": "i"}.get(cache.kind, "")
     return f"L{cache.level}{kind} {cache.instances} × {in_bytes(cache.size)}"
-
-
-def in_bytes(number: int | None) -> str:
-    """In the largest unit that leaves a whole part: 25274793984 is 23.5 GiB."""
-    if number is None:
-        return "unknown"
-    power = max(0, (number.bit_length() - 1) // 10)
-    return f"{number / 1024**power:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[min(power, 4)]}"
 
 
 def _ranges(cpus: Iterable[int]) -> str:

@@ -7,9 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
-
-from cputrain.cli.app import command, new_app
+from cputrain.cli.app import command, new_app, option
 
 if TYPE_CHECKING:
     from cputrain.cluster import image as cluster
@@ -24,44 +22,35 @@ EXAMPLES = """
 
 @command(app, EXAMPLES)
 def image(
-    tag: Annotated[str, typer.Option("--tag", help="What the image is called, with its registry.")] = "cputrain:latest",
-    base: Annotated[
-        str, typer.Option("--base", metavar="IMAGE", help="A Debian image with Python.")
-    ] = "python:3.12-slim",
-    script: Annotated[
-        str | None, typer.Option("--script", metavar="FILE", help="A script to put into /workspace.")
-    ] = None,
+    tag: Annotated[str, option("What the image is called, with its registry.", "--tag")] = "cputrain:latest",
+    base: Annotated[str, option("A Debian image with Python.", "--base", metavar="IMAGE")] = "python:3.12-slim",
+    script: Annotated[str | None, option("A script to put into /workspace.", "--script", metavar="FILE")] = None,
     beside: Annotated[
-        list[str],
-        typer.Option("--file", metavar="FILE", help="A file that the script needs beside it; may be repeated."),
+        list[str], option("A file that the script needs beside it; may be repeated.", "--file", metavar="FILE")
     ] = [],  # noqa: B006 typer's way to say: none
     requirements: Annotated[
-        str | None, typer.Option("--requirements", metavar="FILE", help="What else pip shall install, as pip reads it.")
+        str | None, option("What else pip shall install, as pip reads it.", "--requirements", metavar="FILE")
     ] = None,
     mpi: Annotated[
-        str | None, typer.Option("--mpi", metavar="openmpi|mpich|intel", help="An MPI, and ssh: for an MPIJob.")
+        str | None, option("An MPI, and ssh: for an MPIJob.", "--mpi", metavar="openmpi|mpich|intel")
     ] = None,
     torch_index: Annotated[
         str | None,
-        typer.Option(
-            "--torch-index",
-            metavar="URL",
-            help="Where pip finds torch for CPUs; else uv takes PyTorch's own CPU build.",
+        option(
+            "Where pip finds torch for CPUs; else uv takes PyTorch's own CPU build.", "--torch-index", metavar="URL"
         ),
     ] = None,
     package: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "A wheel in the folder, or a requirement; else a wheel built from this checkout, or this release.",
             "--cputrain",
             metavar="PACKAGE",
-            help="A wheel in the folder, or a requirement; else a wheel built from this checkout, or this release.",
         ),
     ] = None,
-    user: Annotated[
-        int, typer.Option("--user", metavar="NUMBER", help="The number of the user that pods run as, not 0.")
-    ] = 1000,
-    folder: Annotated[Path, typer.Option("--folder", help="Where the files are written and the build runs.")] = Path(),
-    build: Annotated[bool, typer.Option("--build", help="Build with docker, podman or buildah.")] = False,
+    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user", metavar="NUMBER")] = 1000,
+    folder: Annotated[Path, option("Where the files are written and the build runs.", "--folder")] = Path(),
+    build: Annotated[bool, option("Build with docker, podman or buildah.", "--build")] = False,
 ) -> None:
     """Write a Dockerfile and .dockerignore for trainings, and say how to build and push the image."""
     from cputrain import __version__

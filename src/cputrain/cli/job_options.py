@@ -11,16 +11,11 @@ from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
-import typer
-
 from cputrain import authentication, text_files
+from cputrain.cli.app import option
 
 if TYPE_CHECKING:
     from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
-
-
-def option(text: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, help=text, metavar=metavar)
 
 
 @dataclass(frozen=True)
@@ -36,8 +31,7 @@ class JobOptions:
         ),
     ] = "pytorchjob"
     embed: Annotated[
-        bool,
-        option("Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script"),
+        bool, option("Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script")
     ] = False
     config: Annotated[Path | None, option("A file of `cputrain config`; options win over it.", "--config-file")] = None
     workers: Annotated[int | None, option("Pods.", "--workers", metavar="N")] = None
@@ -73,8 +67,7 @@ class JobOptions:
     ] = None
     mount: Annotated[str, option("Where pods see the volume.", "--mount", metavar="FOLDER")] = "/data"
     create_pvc: Annotated[
-        str | None,
-        option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE"),
+        str | None, option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE")
     ] = None
     storage_class: Annotated[str | None, option("The storage class of a claim that is made.", "--storage-class")] = None
     env: Annotated[
@@ -94,8 +87,7 @@ class JobOptions:
         list[str] | None, option("Only nodes with this label.", "--node-selector", metavar="KEY=VALUE")
     ] = None
     toleration: Annotated[
-        list[str] | None,
-        option("A taint that doesn't keep pods away.", "--toleration", metavar="KEY[=VALUE][:EFFECT]"),
+        list[str] | None, option("A taint that doesn't keep pods away.", "--toleration", metavar="KEY[=VALUE][:EFFECT]")
     ] = None
     priority_class: Annotated[str | None, option("The priority class.", "--priority-class")] = None
     service_account: Annotated[str | None, option("The service account.", "--service-account")] = None

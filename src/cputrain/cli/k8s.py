@@ -11,9 +11,9 @@ from typing import Annotated, Any
 import typer
 
 from cputrain import text_files
-from cputrain.cli.app import Command, command, new_app
-from cputrain.cli.job_options import JobOptions, option, with_fields
-from cputrain.cli.wrapping import on_a_terminal
+from cputrain.cli.app import Command, command, new_app, option
+from cputrain.cli.job_options import JobOptions, with_fields
+from cputrain.cli.terminal import on_a_terminal
 from cputrain.launch.processes import sigterm_interrupts
 
 app = new_app(
@@ -73,13 +73,13 @@ def _write(job: Any, out: Path | None) -> None:
 def check(
     files: Annotated[list[Path], typer.Argument(metavar="FILES", help="Manifests; - is standard input.")],
     cluster: Annotated[
-        bool, typer.Option("--cluster", help="Ask the cluster for its schemas, instead of those that are shipped.")
+        bool, option("Ask the cluster for its schemas, instead of those that are shipped.", "--cluster")
     ] = False,
-    context: Annotated[str | None, typer.Option("--context", help="kubectl's context, for --cluster.")] = None,
+    context: Annotated[str | None, option("kubectl's context, for --cluster.", "--context")] = None,
     fail_on: Annotated[
-        str, typer.Option("--fail-on", metavar="SEVERITY", help="The mildest that makes the exit code 1: see above.")
+        str, option("The mildest that makes the exit code 1: see above.", "--fail-on", metavar="SEVERITY")
     ] = "error",
-    as_json: Annotated[bool, typer.Option("--json", help="For programs: all findings as one JSON object.")] = False,
+    as_json: Annotated[bool, option("For programs: all findings as one JSON object.", "--json")] = False,
 ) -> None:
     """Say what is wrong in manifests or will hurt, with line and remedy.
 
@@ -143,8 +143,8 @@ def text_of(file: Path) -> str:
 
 
 Name = Annotated[str, typer.Argument(help="The job's name.")]
-Namespace = Annotated[str | None, typer.Option("--namespace", "-n", help="The namespace; else kubectl's.")]
-Context = Annotated[str | None, typer.Option("--context", help="kubectl's context; else its current one.")]
+Namespace = Annotated[str | None, option("The namespace; else kubectl's.", "--namespace", "-n")]
+Context = Annotated[str | None, option("kubectl's context; else its current one.", "--context")]
 SUBMIT_EXAMPLES = """
     cputrain k8s submit job.yaml
     cputrain k8s submit --image me/train:1 --wait -- run_qa.py --do_train
@@ -218,7 +218,7 @@ def _read(ctx: typer.Context, words: list[str]) -> dict[str, str]:
 @command(app, STATUS_EXAMPLES)
 def status(
     name: Name,
-    watch: Annotated[bool, typer.Option("--watch", "-w", help="Follow it until the job ends.")] = False,
+    watch: Annotated[bool, option("Follow it until the job ends.", "--watch", "-w")] = False,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
@@ -236,8 +236,8 @@ def status(
 @command(app, LOGS_EXAMPLES)
 def logs(
     name: Name,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pod ends.")] = False,
-    rank: Annotated[int | None, typer.Option("--rank", help="Only what this rank wrote; else rank 0's pod.")] = None,
+    follow: Annotated[bool, option("Go on until the pod ends.", "--follow", "-f")] = False,
+    rank: Annotated[int | None, option("Only what this rank wrote; else rank 0's pod.", "--rank")] = None,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:
@@ -258,7 +258,7 @@ def logs(
 def delete(
     name: Name,
     with_data: Annotated[
-        bool, typer.Option("--with-data", help="Delete the volume claims, too, with all that was trained.")
+        bool, option("Delete the volume claims, too, with all that was trained.", "--with-data")
     ] = False,
     namespace: Namespace = None,
     context: Context = None,
@@ -275,9 +275,7 @@ def copy(
     name: Name,
     source: Annotated[str, typer.Argument(help="A folder on the volume, as the pods see it, e.g. /data/output.")],
     target: Annotated[Path, typer.Argument(help="Where to put it here; must not exist yet.")],
-    patience: Annotated[
-        int, typer.Option("--timeout", metavar="SECONDS", help="Seconds to wait for the reader pod.")
-    ] = 300,
+    patience: Annotated[int, option("Seconds to wait for the reader pod.", "--timeout", metavar="SECONDS")] = 300,
     namespace: Namespace = None,
     context: Context = None,
 ) -> None:

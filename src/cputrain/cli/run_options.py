@@ -90,10 +90,10 @@ def _unknown(name: str) -> str:
 
 
 def help_text() -> str:
-    from cputrain.cli import help_page
+    from cputrain.cli.terminal import help_page
 
     options = [(f"{name} {'|'.join(values)}", _MEANINGS[name]) for name, values in CHOICES.items()]
-    return help_page.page(
+    return help_page(
         [
             "cputrain run [OPTIONS] SCRIPT [ARGUMENTS]...",
             "cputrain run [OPTIONS] -m MODULE [ARGUMENTS]...",

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from cputrain import text_files
-from cputrain.cli.app import command, new_app
+from cputrain.cli.app import command, new_app, option
 from cputrain.cli.job_options import assignments, name_of, with_fields
 
 app = new_app(
@@ -29,38 +29,29 @@ RENDER_EXAMPLES = """
 class SlurmOptions:
     """Options as they were given, under the names that SlurmJob has for them."""
 
-    name: Annotated[str | None, typer.Option("--name", help="The job's name; else the script's.")] = None
-    nodes: Annotated[int, typer.Option("--nodes", "-N", metavar="N", help="Nodes.")] = 1
-    cpus: Annotated[int, typer.Option("--cpus", metavar="N", help="CPUs of each node.")] = 4
+    name: Annotated[str | None, option("The job's name; else the script's.", "--name")] = None
+    nodes: Annotated[int, option("Nodes.", "--nodes", "-N", metavar="N")] = 1
+    cpus: Annotated[int, option("CPUs of each node.", "--cpus", metavar="N")] = 4
     tasks: Annotated[
-        int | None,
-        typer.Option("--tasks-per-node", metavar="N", help="Processes of a node; else one for every 64 CPUs."),
+        int | None, option("Processes of a node; else one for every 64 CPUs.", "--tasks-per-node", metavar="N")
     ] = None
-    threads: Annotated[
-        int | None, typer.Option("--threads", metavar="N", help="Threads of a process; else its share.")
-    ] = None
+    threads: Annotated[int | None, option("Threads of a process; else its share.", "--threads", metavar="N")] = None
     communication: Annotated[
-        int | None, typer.Option("--cores-for-communication", metavar="N", help="Cores of a process for communication.")
+        int | None, option("Cores of a process for communication.", "--cores-for-communication", metavar="N")
     ] = None
-    memory: Annotated[str | None, typer.Option("--memory", metavar="SIZE", help="Memory of each node, e.g. 64G.")] = (
-        None
-    )
-    time: Annotated[str | None, typer.Option("--time", "-t", help="The limit, e.g. 12:00:00.")] = None
-    partition: Annotated[str | None, typer.Option("--partition", "-p", help="The partition.")] = None
-    account: Annotated[str | None, typer.Option("--account", "-A", help="The account.")] = None
+    memory: Annotated[str | None, option("Memory of each node, e.g. 64G.", "--memory", metavar="SIZE")] = None
+    time: Annotated[str | None, option("The limit, e.g. 12:00:00.", "--time", "-t")] = None
+    partition: Annotated[str | None, option("The partition.", "--partition", "-p")] = None
+    account: Annotated[str | None, option("The account.", "--account", "-A")] = None
     environment: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="A variable for every process; may be repeated."),
+        list[str] | None, option("A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE")
     ] = None
-    activate: Annotated[
-        str | None, typer.Option("--activate", metavar="FOLDER", help="A virtual environment to run in.")
-    ] = None
+    activate: Annotated[str | None, option("A virtual environment to run in.", "--activate", metavar="FOLDER")] = None
     requeue: Annotated[
-        bool, typer.Option("--requeue/--no-requeue", help="Queue the job again when a node fails or time is up.")
+        bool, option("Queue the job again when a node fails or time is up.", "--requeue/--no-requeue")
     ] = True
     resume: Annotated[
-        list[str] | None,
-        typer.Option("--resume-argument", metavar="WORD", help="A word for the script when the job comes back."),
+        list[str] | None, option("A word for the script when the job comes back.", "--resume-argument", metavar="WORD")
     ] = None
 
 
@@ -70,9 +61,7 @@ def render(
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script, as the nodes see it.")],
     options: SlurmOptions,
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
-    out: Annotated[
-        Path | None, typer.Option("--out", "-o", metavar="FILE", help="Write there, not to standard output.")
-    ] = None,
+    out: Annotated[Path | None, option("Write there, not to standard output.", "--out", "-o", metavar="FILE")] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
     from cputrain.cluster import slurm as cluster

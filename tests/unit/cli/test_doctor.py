@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import pytest
 
 from cputrain import hardware
-from cputrain.cli import doctor, installation
+from cputrain.cli import doctor, env
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -156,7 +156,7 @@ def test_advice() -> None:
 
 
 def test_advice_on_packages() -> None:
-    installed = installation.Installation(*[hardware.Fact("x", "a test")] * 4, bad_preloads=())
+    installed = env.Installation(*[hardware.Fact("x", "a test")] * 4, bad_preloads=())
     missing = list(doctor._advice_on(installed, {"torch": "2.8", "numpy": None, "transformers": None}))
     assert len(missing) == 2 and "pip install numpy" in missing[0] and 'pip install "cputrain[hf]"' in missing[1]
     assert list(doctor._advice_on(installed, {"torch": "2.8", "numpy": "2", "transformers": "5"})) == []
@@ -165,7 +165,7 @@ def test_advice_on_packages() -> None:
 def test_openmp_runtimes_are_found_in_folders_with_blanks() -> None:
     mapped = ("/a b/torch/lib/libgomp-1.so.1.0.0", "/x/libiomp5.so", "/x/libgompy.so")
     maps = "".join(f"7f r-xp 00 08 1  {path}\n" for path in mapped)
-    assert installation.openmp_runtimes(maps) == mapped[:2]
+    assert env.openmp_runtimes(maps) == mapped[:2]
 
 
 def test_env_has_what_a_bug_report_needs_and_no_secret() -> None:

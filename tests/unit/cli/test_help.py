@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import typer
 
-from cputrain.cli import commands, completion, run_options
+from cputrain.cli import SUMMARIES, app_of, completion, run_options
 from tests.cluster.command_line import cputrain
 
 PATHS = [one.path for one in completion.entries() if one.path != "help"]
@@ -59,10 +59,10 @@ def parse(words: list[str]) -> None:
         with mock.patch.dict("os.environ"):
             assert run_options.read(words).what.strip()
     elif name == "help":
-        assert words[1] in commands.SUMMARIES
+        assert words[1] in SUMMARIES
     else:
         rest = words[1 : words.index(">")] if ">" in words else words[1:]
-        found = typer.main.get_command(commands.app_of(name))
+        found = typer.main.get_command(app_of(name))
         if hasattr(found, "commands"):
             found, rest = found.commands[rest[0]], rest[1:]
         assert found.make_context(name, rest) is not None

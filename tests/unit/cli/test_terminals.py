@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from cputrain import plain_text
+from cputrain import log
 
 ASCII = [{"PYTHONIOENCODING": "ascii"}, {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}, {"LC_ALL": "C"}]
 
@@ -43,11 +43,11 @@ def test_a_file_is_written_as_utf8_whatever_the_locale(tmp_path: Path) -> None:
 
 
 def test_characters_have_look_alikes() -> None:
-    stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors=plain_text._HANDLER)
+    stream = io.TextIOWrapper(io.BytesIO(), "ascii", errors=log._HANDLER)
     stream.write("2 × 3 … 4 – 5, Zürich, 日")
     stream.seek(0)
     assert stream.read() == "2 x 3 ... 4 - 5, Z\\xfcrich, \\u65e5"
-    assert "2 × 3 … Zürich".encode("latin-1", plain_text._HANDLER).decode("latin-1") == "2 × 3 ... Zürich"
+    assert "2 × 3 … Zürich".encode("latin-1", log._HANDLER).decode("latin-1") == "2 × 3 ... Zürich"
 
 
 FAULTY = Path(__file__).parents[2] / "cluster" / "manifests" / "faulty" / "memory_64M.yaml"
