@@ -1,4 +1,4 @@
-"""The shared-memory collectives of the native library: structures, numbers and calls (csrc/api_collectives.h has the originals)."""
+"""The shared-memory collectives of the native library: structures, numbers and calls, as in csrc/api_collectives.h."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def test_what_is_looked_for_is_found(line: str) -> None:
 
 
 def test_only_two_headers_have_intrinsics() -> None:
-    assert HOMES <= set(sources())
+    assert set(sources()) >= HOMES
     found = {
         str(file.relative_to(CSRC)): sorted(set(INTRINSIC.findall(code_of(file))))
         for file in sources()
