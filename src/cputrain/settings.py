@@ -191,9 +191,10 @@ def win_over(script_dtype: str | torch.dtype, script_padding: str) -> tuple[str 
 def communication_cpus() -> set[int]:
     """Empty: none were kept free, and communication shares the cores that compute."""
     text = value_of(COMMUNICATION_CPUS)
-    if not re.fullmatch(r"[\d,\s]*", text):
+    words = [word.strip() for word in text.split(",") if word.strip()]
+    if not all(map(str.isdecimal, words)):
         raise wrong(COMMUNICATION_CPUS, "a list of CPU numbers like 6,7", text)
-    return {int(number) for number in text.split(",") if number.strip()}
+    return set(map(int, words))
 
 
 def machines_of_tests() -> list[set[int]]:

@@ -62,3 +62,20 @@ def test_misspelt_settings_are_refused(name: str, monkeypatch) -> None:
 def test_an_empty_setting_is_none(monkeypatch) -> None:
     monkeypatch.setenv("CPUTRAIN_DTYPE", "")
     assert settings.win_over("int16", "drop") == ("int16", "drop")
+
+
+@pytest.mark.parametrize("value", ["6;7", "6 7", "all"])
+def test_what_is_no_list_of_cpus_is_refused(value: str, monkeypatch) -> None:
+    monkeypatch.setenv(settings.COMMUNICATION_CPUS, " 6, 7,")
+    assert settings.communication_cpus() == {6, 7}
+    monkeypatch.setenv(settings.COMMUNICATION_CPUS, value)
+    with pytest.raises(
+        ValueError, match=f"must be a list of CPU numbers like 6,7, found '{value}'; change it, or unset"
+    ):
+        settings.communication_cpus()
+
+
+def test_what_is_no_number_is_refused() -> None:
+    assert settings.number(settings.RANK, environ={}) == 0
+    with pytest.raises(ValueError, match="RANK must be a whole number, found 'one'; change it, or unset it"):
+        settings.number(settings.RANK, environ={"RANK": "one"})
