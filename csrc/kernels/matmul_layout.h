@@ -21,7 +21,7 @@ namespace {
 // takes one cycle, and the four broadcasts and two loads to eight products keep within two or three
 // loads a cycle). AVX-512 needs 16 sums: vpdpwssd takes five cycles and two start in each.
 // AVX_VNNI, the same instruction for CPUs without AVX-512, gets 12 from tiles of another shape on
-// the same panels (matmul_int16.cpp).
+// the same panels (matmul_tiles.h).
 #if defined(__AVX512F__)
 constexpr int kTileRows = 8;
 #else

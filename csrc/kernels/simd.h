@@ -166,7 +166,7 @@ inline Vec exp(Vec x) {
 
 // --- 16-bit words and doubles --------------------------------------------------------------------
 
-struct Word {
+struct Word {  // bf16.h says what it means
   uint16_t bits;
 };
 

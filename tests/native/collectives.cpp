@@ -218,6 +218,12 @@ struct Rank {
     return call(what);
   }
 
+  void expect_all_present() {
+    std::vector<int64_t> absent(group.ranks, -1);
+    cputrain_ccl_absent(&group, absent.data());
+    for (int64_t one : absent) expect(one == 0, "a rank behind a barrier is absent");
+  }
+
   // The last rank doesn't do what the others expect; each of them must be told, whoever it is.
   void end() {
     const int64_t way = plan.below(5), culprit = group.ranks - 1;
@@ -267,6 +273,7 @@ void run_round(uint64_t seed) {
       Rank rank(base, r, ranks, spin, seed);
       rank.collectives();
       expect(rank.barrier().kind == kCclDone, "barrier failed");
+      rank.expect_all_present();
       rank.end();
     });
   for (std::thread& thread : threads) thread.join();
