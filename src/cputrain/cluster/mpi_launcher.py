@@ -78,12 +78,12 @@ def main(words: list[str]) -> None:
     workers = hostfile.read(chosen.hostfile)
     configuration = _write_ssh_configuration(user_folders.home() or Path(), chosen.ssh_folder)
     mpi = found(chosen.mpi)
-    environ = environment(mpi, os.environ, configuration, workers[0].name)
+    given = environment(mpi, os.environ, configuration, workers[0].name)
     wanted = [*chosen.forward.split(","), *_IMAGES, "MASTER_ADDR", "MASTER_PORT"]
-    forward = [name for name in dict.fromkeys(wanted) if name in environ]
+    forward = [name for name in dict.fromkeys(wanted) if name in given]
     command = mpirun(mpi, chosen.hostfile, workers, forward, chosen.command)
     print("starting:", " ".join(command), flush=True)
-    os.execvpe(command[0], command, environ)
+    os.execvpe(command[0], command, given)
 
 
 if __name__ == "__main__":
