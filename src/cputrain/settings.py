@@ -1,4 +1,4 @@
-"""Every environment variable that cputrain reads: its name, meaning and values. No other module reads the environment.
+"""Every environment variable that cputrain reads: its name, meaning and values. Only `launch` reads some itself.
 
 The functions read this process's environment, or another mapping if they are given one. A variable without a value
 counts as one that isn't set. `docs/settings.md` lists `VARIABLES`.

@@ -1,4 +1,4 @@
-"""Only settings.py reads the environment, it knows every variable, and docs/settings.md lists them all.
+"""Only settings.py and launch read the environment, settings.py knows every variable, and docs/settings.md lists them.
 
 Handing the environment to a function or to a child, and writing a variable, is no reading.
 """
