@@ -19,7 +19,7 @@ from cputrain.blocks import attention_registry as registry
 from cputrain.blocks import config_view
 from cputrain.blocks.masks import hides_nothing
 from cputrain.blocks.residual import why_not_ending
-from cputrain.blocks.self_attention import _alike, _ending, _ends_in_norm, _finish, _head_size, _triple
+from cputrain.blocks.self_attention import alike, ending_of, ends_in_norm, finish, finish_plainly, head_size, triple_of
 from cputrain.formats import probing
 from cputrain.ops.attention import Sequences
 from cputrain.ops.linear import flat
@@ -93,7 +93,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
         if isinstance(mask, RaggedTokens):
             return _stock_on_padded(stock, mask, hidden_states, args, kwargs)
         return stock(hidden_states, *args, **kwargs)
-    triple, rate, size = _triple(self), _attention_rate(self), _head_size(self)
+    triple, rate, size = triple_of(self), _attention_rate(self), head_size(self)
     assert triple is not None and rate is not None
     heads = triple[0].out_features // size
     weights, biases = [part.weight for part in triple], [part.bias for part in triple]
@@ -101,13 +101,13 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
         flat(hidden_states), weights, biases, scope.sequences,
         heads=heads, scale=size**-0.5, causal=scope.causal, p=rate, format=format_of(self),
     )  # fmt: skip
-    out = _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states)
+    out = finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states)
     length = _lengths[type(self)]
     return (out, None)[:length] if length else out
 
 
 def _why_not(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | None:
-    triple = _triple(module)
+    triple = triple_of(module)
     if triple is None or _attention_rate(module) is None or not _is_plain(module):
         return "its parts have changed"
     if x.dim() != 3 or any(options.pop(name, x) is not x for name in ("key", "value")):
@@ -118,9 +118,9 @@ def _why_not(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | Non
         or why_not_global_hooks()
         or why_not_tensors(x, *(part.weight for part in triple))
     )
-    if reason is None and not _alike(triple):
+    if reason is None and not alike(triple):
         return "query, key and value differ in shape or bias"
-    if reason is None and _ends_in_norm(module):
+    if reason is None and ends_in_norm(module):
         return why_not_ending(module.dense, module.output_dropout, module.LayerNorm)
     return reason
 
@@ -190,8 +190,8 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
 
 
 def _looks_like_self_attention(module: nn.Module) -> bool:
-    triple, config = _triple(module), module.__dict__.get("config")
-    if triple is None or not all(type(part) is nn.Linear for part in triple) or not _alike(triple):
+    triple, config = triple_of(module), module.__dict__.get("config")
+    if triple is None or not all(type(part) is nn.Linear for part in triple) or not alike(triple):
         return False
     if config_view.is_view(config) or getattr(config, "_attn_implementation", "eager") not in registry.STOCK:
         return False  # it goes through the registry, or to an implementation that the user has chosen
@@ -200,13 +200,13 @@ def _looks_like_self_attention(module: nn.Module) -> bool:
         return False
     if not hasattr(module, "attention_head_size") or _attention_rate(module) is None or not _is_plain(module):
         return False
-    return registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD
+    return registry.SMALLEST_HEAD <= head_size(module) <= registry.LARGEST_HEAD
 
 
 def _formula(module: nn.Module, build: Callable, call: Callable) -> Formula:
-    triple = _triple(module)
+    triple = triple_of(module)
     assert triple is not None
-    ends = [module.dense, module.LayerNorm, module.output_dropout] if _ends_in_norm(module) else [_ending(module)]
+    ends = [module.dense, module.LayerNorm, module.output_dropout] if ends_in_norm(module) else [ending_of(module)]
     used = {name for name, part in module.named_children() if any(part is other for other in (*triple, *ends))}
     return Formula("forward", build, (triple[0].in_features,), frozenset({*_READS, *used}), call=call, vary=_vary)
 
@@ -227,15 +227,11 @@ def _build_with_rate(module: nn.Module) -> Callable[[Tensor], Tensor]:
 
 
 def _attend(module: nn.Module, x: Tensor, on_weights: Callable[[Tensor], Tensor]) -> Tensor:
-    size = _head_size(module)
-    q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in _triple(module))  # type: ignore[union-attr]
+    size = head_size(module)
+    q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in triple_of(module))  # type: ignore[union-attr]
     out = on_weights((q @ k.mT * size**-0.5).softmax(-1)) @ v
     out = out.transpose(1, 2).flatten(2)
-    if _ends_in_norm(module):
-        dropout = module.output_dropout
-        return module.LayerNorm(x + dropped(module.dense(out), dropout.p, dropout.training))
-    ending = _ending(module)
-    return out if ending is None else ending(out)
+    return finish_plainly(module, out, x)
 
 
 def _vary(module: nn.Module) -> None:

@@ -33,7 +33,7 @@ _OUTPUTS = ("out_lin", "o_proj", "out_proj")
 _RATES = ("attention_dropout", "dropout")  # the rate of the dropout on attention weights, or its layer
 
 
-def _triple(module: nn.Module) -> list[nn.Module] | None:
+def triple_of(module: nn.Module) -> list[nn.Module] | None:
     for names in _TRIPLES:
         parts = [getattr(module, name, None) for name in names]
         if all(isinstance(part, nn.Module) for part in parts):
@@ -41,7 +41,7 @@ def _triple(module: nn.Module) -> list[nn.Module] | None:
     return None
 
 
-def _ending(module: nn.Module) -> nn.Module | None:
+def ending_of(module: nn.Module) -> nn.Module | None:
     for name in _OUTPUTS:
         part = getattr(module, name, None)
         if isinstance(part, nn.Module):
@@ -49,7 +49,7 @@ def _ending(module: nn.Module) -> nn.Module | None:
     return None
 
 
-def _ends_in_norm(module: nn.Module) -> bool:
+def ends_in_norm(module: nn.Module) -> bool:
     return all(hasattr(module, name) for name in ("dense", "output_dropout", "LayerNorm"))
 
 
@@ -63,12 +63,12 @@ def _attention_rate(module: nn.Module) -> float | None:
     return None
 
 
-def _head_size(module: nn.Module) -> int:
+def head_size(module: nn.Module) -> int:
     return getattr(module, "attention_head_size", None) or module.head_dim
 
 
 def _why_not(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any]) -> str | None:
-    triple = _triple(module)
+    triple = triple_of(module)
     if triple is None or _attention_rate(module) is None:
         return "its parts have changed"
     if args or x.dim() != 3:
@@ -81,14 +81,14 @@ def _why_not(module: nn.Module, x: Tensor, args: tuple, options: dict[str, Any])
         or why_not_global_hooks()
         or why_not_linears(x, *triple)  # type: ignore[arg-type]
     )
-    if reason is None and not _alike(triple):
+    if reason is None and not alike(triple):
         return "query, key and value differ in shape or bias"
-    if reason is None and _ends_in_norm(module):
+    if reason is None and ends_in_norm(module):
         return why_not_ending(module.dense, module.output_dropout, module.LayerNorm)
     return reason
 
 
-def _alike(triple: list[nn.Module]) -> bool:
+def alike(triple: list[nn.Module]) -> bool:
     return len({part.weight.shape for part in triple}) == 1 and len({part.bias is None for part in triple}) == 1
 
 
@@ -105,9 +105,9 @@ def fused_forward(
     if scope is None:
         step_aside(self, str(reason))
         return stock(hidden_states, attention_mask, *args, **kwargs)
-    triple, rate = _triple(self), _attention_rate(self)
+    triple, rate = triple_of(self), _attention_rate(self)
     assert triple is not None and rate is not None
-    size = _head_size(self)
+    size = head_size(self)
     heads = triple[0].out_features // size
     context = self_attention(
         flat(hidden_states),
@@ -121,18 +121,18 @@ def fused_forward(
         p=rate,
         format=format_of(self),
     )
-    return _finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
+    return finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states), None
 
 
-def _finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor:
-    if _ends_in_norm(module):
+def finish(module: nn.Module, context: Tensor, hidden_states: Tensor) -> Tensor:
+    if ends_in_norm(module):
         norm = module.LayerNorm
         out = residual_block(
             flat(context), flat(hidden_states).contiguous(), module.dense.weight, module.dense.bias,
             norm.weight, norm.bias, norm.eps, dropout_rate(module.output_dropout), format_of(module),
         )  # fmt: skip
         return out.view(hidden_states.shape)
-    ending = _ending(module)
+    ending = ending_of(module)
     return context if ending is None else ending(context)
 
 
@@ -147,8 +147,8 @@ _READS = {
 
 def _build(module: nn.Module) -> Callable[[Tensor], Tensor]:
     """What the module is taken for, in plain PyTorch."""
-    query, key, value = _triple(module)  # type: ignore[misc]
-    size = _head_size(module)
+    query, key, value = triple_of(module)  # type: ignore[misc]
+    size = head_size(module)
 
     def compute(x: Tensor) -> Tensor:
         q, k, v = (part(x).unflatten(-1, (-1, size)).transpose(1, 2) for part in (query, key, value))
@@ -156,13 +156,18 @@ def _build(module: nn.Module) -> Callable[[Tensor], Tensor]:
         note_attention_dropout(_attention_rate(module) or 0.0)
         out = nn.functional.scaled_dot_product_attention(q, k, v, scale=module.scaling, is_causal=causal)
         out = out.transpose(1, 2).flatten(2)
-        if _ends_in_norm(module):
-            dropout = module.output_dropout
-            return module.LayerNorm(x + dropped(module.dense(out), dropout.p, dropout.training))
-        ending = _ending(module)
-        return out if ending is None else ending(out)
+        return finish_plainly(module, out, x)
 
     return compute
+
+
+def finish_plainly(module: nn.Module, out: Tensor, x: Tensor) -> Tensor:
+    """The plain twin of `finish`."""
+    if ends_in_norm(module):
+        dropout = module.output_dropout
+        return module.LayerNorm(x + dropped(module.dense(out), dropout.p, dropout.training))  # type: ignore[operator]
+    ending = ending_of(module)
+    return out if ending is None else ending(out)
 
 
 def _vary(module: nn.Module) -> None:
@@ -174,7 +179,7 @@ def _vary(module: nn.Module) -> None:
 
 
 def formula(module: nn.Module) -> Formula | None:
-    triple = _triple(module)
+    triple = triple_of(module)
     if triple is None or not all(type(part) is nn.Linear for part in triple):
         return None
     if parameter_names(type(module).forward)[:2] != ["hidden_states", "attention_mask"]:
@@ -183,16 +188,16 @@ def formula(module: nn.Module) -> Formula | None:
         return None
     if not (hasattr(module, "attention_head_size") or hasattr(module, "head_dim")) or _attention_rate(module) is None:
         return None
-    if not _alike(triple):
+    if not alike(triple):
         return None  # grouped heads: the registered attention function serves them
-    if not registry.SMALLEST_HEAD <= _head_size(module) <= registry.LARGEST_HEAD:
+    if not registry.SMALLEST_HEAD <= head_size(module) <= registry.LARGEST_HEAD:
         return None
     reads = _READS | {name for name, part in module.named_children() if part in _used_parts(module, triple)}
     return Formula("forward", _build, (triple[0].in_features,), frozenset({*reads, *_RATES}), vary=_vary)
 
 
 def _used_parts(module: nn.Module, triple: list[nn.Module]) -> list[nn.Module]:
-    ends = [module.dense, module.output_dropout, module.LayerNorm] if _ends_in_norm(module) else [_ending(module)]
+    ends = [module.dense, module.output_dropout, module.LayerNorm] if ends_in_norm(module) else [ending_of(module)]
     return [*triple, *(part for part in ends if part is not None)]
 
 

@@ -135,18 +135,18 @@ def late_elsewhere(timeout: float) -> PeerLate:
     return PeerLate(f"another machine is late: waited {timeout:g} s (ddp_timeout) for its ranks.")
 
 
-def nobody(everybody: list[Peer]) -> int:
+def unknown_culprit(group: list[Peer]) -> int:
     """In place of a culprit's number: a machine failed, and no rank of it is known to be the cause."""
-    return len(everybody)
+    return len(group)
 
 
-def _from_elsewhere(kind: int, culprit: int, everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
-    if culprit == nobody(everybody):
+def _from_elsewhere(kind: int, culprit: int, group: list[Peer], mine: str, seconds: float) -> CollectiveError:
+    if culprit == unknown_culprit(group):
         if kind == native_calls.MISMATCH:
             return differ_elsewhere("ranks of another machine", mine)
-        lost = f"another machine can't be reached, and nobody knows which rank is gone; this rank is in {mine}."
+        lost = f"another machine can't be reached, and it is not known which rank is gone; this rank is in {mine}."
         return late_elsewhere(seconds) if kind == native_calls.TIMEOUT else PeerDied(lost)
-    peer = everybody[culprit]
+    peer = group[culprit]
     if kind == native_calls.MISMATCH:
         return blaming(peer, differ_elsewhere(str(peer), mine))
     if kind == native_calls.TIMEOUT:
@@ -154,10 +154,10 @@ def _from_elsewhere(kind: int, culprit: int, everybody: list[Peer], mine: str, s
     return died_elsewhere(peer, "the one before", mine)
 
 
-def from_status(status: Status, peers: list[Peer], everybody: list[Peer], mine: str, seconds: float) -> CollectiveError:
-    """The error for a failed native call; `peers` are the ranks of the shared memory, `everybody` of the group."""
+def from_status(status: Status, peers: list[Peer], group: list[Peer], mine: str, seconds: float) -> CollectiveError:
+    """The error for a failed native call; `peers` are the ranks of the shared memory, `group` all ranks of the process group."""
     if status.culprit >= len(peers):
-        return _from_elsewhere(status.kind, status.culprit - len(peers), everybody, mine, seconds)
+        return _from_elsewhere(status.kind, status.culprit - len(peers), group, mine, seconds)
     if status.kind == native_calls.ABORTED or status.culprit < 0:
         return CollectiveError(f"{mine} was ended: the process group has been shut down.")
     culprit, last = peers[status.culprit], describe_last(status)

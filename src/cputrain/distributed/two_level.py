@@ -308,7 +308,7 @@ class TwoLevelTransport(Transport):
         except CollectiveError as error:
             self._broken = True
             kind, culprit = self._cause(error)
-            self._local.report(kind, failures.nobody(self._peers) if culprit is None else culprit)
+            self._local.report(kind, failures.unknown_culprit(self._peers) if culprit is None else culprit)
             raise
 
     def _cause(self, error: CollectiveError) -> tuple[int, int | None]:

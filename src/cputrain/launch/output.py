@@ -1,7 +1,7 @@
 """What ranks print: each line with its rank before it, a file per rank, one progress bar, and where all of it goes.
 
 A stream or file that fails is dropped, which is said once on stderr: a full disk or a closed terminal must not stop a
-training, and ranks whose pipes nobody reads would wait for ever. The launch's exit code then says that output was lost,
+training, and a rank whose pipe is not read would wait for ever. The launch's exit code then says that output was lost,
 unless a rank failed: its own code tells more.
 """
 
