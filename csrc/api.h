@@ -105,6 +105,15 @@ CPUTRAIN_EXPORT void KERNEL(embedding_grad)(const float* grad, const int64_t* id
                                             float* grad_table, int64_t rows, int64_t cols,
                                             int64_t skipped);
 
+// losses[r] = -Σ q log softmax(f(z[r])), where q is (1 - smoothing) at the row's label plus
+// smoothing / cols everywhere, and f(z) = after · tanh(before · z) if `tanh`, else before · z. z is
+// overwritten: by its gradient times grads[r], or, if grads is null, by f(z). Labels must be inside
+// the row.
+CPUTRAIN_EXPORT void KERNEL(cross_entropy)(float* z, int64_t stride, const int64_t* labels,
+                                           const float* grads, float* losses, int64_t rows,
+                                           int64_t cols, float before, float after, int64_t tanh,
+                                           float smoothing);
+
 // The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of
 // pointers.
 //

@@ -31,6 +31,7 @@ struct Whole {
     ::store(p, v);
   }
   Vec only(Vec v) const { return v; }
+  Vec padded(Vec v, float) const { return v; }
 };
 
 struct Part {
@@ -44,7 +45,11 @@ struct Part {
     store_part(p, v, count);
   }
   // Zero beyond the row's end, for sums of what isn't zero for a zero.
-  Vec only(Vec v) const { return select((VecI)lane_numbers() < count, v, Vec{}); }
+  Vec only(Vec v) const { return padded(v, 0.f); }
+  // `other` beyond the row's end.
+  Vec padded(Vec v, float other) const {
+    return select((VecI)lane_numbers() < count, v, splat(other));
+  }
 };
 
 inline float sum_of_chains(const Vec* sums) {

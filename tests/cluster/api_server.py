@@ -14,7 +14,7 @@ import subprocess
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -232,7 +232,8 @@ class Handler(BaseHTTPRequestHandler):
             status = {"status": "Success"}
         upgrade = self.headers.get("Upgrade", "").lower()
         speak = self._spdy if upgrade.startswith("spdy") else self._websocket
-        speak(answer.stdout[: self.cluster.cut], answer.stderr, json.dumps({"metadata": {}, **status}).encode())
+        with suppress(ConnectionError):  # a client that has heard enough hangs up first
+            speak(answer.stdout[: self.cluster.cut], answer.stderr, json.dumps({"metadata": {}, **status}).encode())
         self.close_connection = True
 
     def _switch(self, **headers: str) -> None:

@@ -24,13 +24,13 @@ def error(kind: int, culprit: int) -> failures.CollectiveError:
 
 @pytest.mark.parametrize("kind", [native_calls.TIMEOUT, native_calls.DIED])
 def test_nobody_is_blamed_if_nobody_is_known(kind: int) -> None:
-    text = str(error(kind, failures.nobody(EVERYBODY)))
+    text = str(error(kind, failures.unknown_culprit(EVERYBODY)))
     assert "another machine" in text and "box" not in text
     assert "box1" in str(error(kind, 1))
 
 
 def test_a_difference_elsewhere_is_no_death() -> None:
-    for culprit, who in ((1, "box1"), (failures.nobody(EVERYBODY), "ranks of another machine")):
+    for culprit, who in ((1, "box1"), (failures.unknown_culprit(EVERYBODY), "ranks of another machine")):
         found = error(native_calls.MISMATCH, culprit)
         assert isinstance(found, failures.CollectivesDiffer) and who in str(found)
 

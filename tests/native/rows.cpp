@@ -1,4 +1,4 @@
-// Kernels that work row by row: dropout, activations, bf16, LayerNorm and its relatives.
+// Kernels that work row by row: dropout, activations, bf16, LayerNorm, losses.
 #include "layer_norm.h"
 
 namespace {
@@ -160,6 +160,57 @@ void norm(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
+// One row's loss, and its gradient in the place of z.
+double loss_in_double(Doubles& z, int64_t label, float before, float after, bool tanh,
+                      double smoothing) {
+  Doubles slope(z.size(), before);
+  double largest = -INFINITY, sum = 0, loss = 0;
+  for (size_t c = 0; c < z.size(); c++) {
+    const double t = std::tanh(before * z[c]);
+    z[c] = tanh ? after * t : before * z[c];
+    if (tanh) slope[c] *= after * (1 - t * t);
+    largest = std::fmax(largest, z[c]);
+  }
+  for (double one : z) sum += std::exp(one - largest);
+  for (size_t c = 0; c < z.size(); c++) {
+    const double log_p = z[c] - largest - std::log(sum);
+    const double q = smoothing / z.size() + ((int64_t)c == label ? 1 - smoothing : 0);
+    loss -= q * log_p;
+    z[c] = (std::exp(log_p) - q) * slope[c];
+  }
+  return loss;
+}
+
+void cross_entropy(Random& random, int64_t rows, int64_t cols) {
+  if (!cols) return;
+  const bool tanh = random.coin(), has_grads = random.coin();
+  const float before = random.pick({1.f, 0.3f}), after = random.pick({1.f, 5.f});
+  const float smoothing = random.pick({0.f, 0.1f});
+  const int64_t stride = cols + random.below(5);
+  describe("cross_entropy", rows, cols, stride, tanh, has_grads, before, after, smoothing);
+  Floats logits(random, rows * stride), grads(random, rows);
+  Guarded<int64_t> labels(rows);
+  for (int64_t r = 0; r < rows; r++) labels[r] = random.below(cols);
+  on_every_isa(1e-4, [&](Same& same) {
+    Floats z(rows * stride), losses(rows);
+    z.copy(logits);
+    CALL(cross_entropy, z, stride, labels, grads.if_wanted(has_grads), losses, rows, cols, before,
+         after, tanh, smoothing);
+    for (int64_t r = 0; r < rows; r++) {
+      Doubles row(logits.data() + r * stride, logits.data() + r * stride + cols);
+      const double loss = loss_in_double(row, labels[r], before, after, tanh, smoothing);
+      expect(near(losses[r], loss, 1e-5, 5), "cross entropy");
+      for (int64_t c = 0; c < stride; c++) {
+        const float found = z[r * stride + c];
+        if (c >= cols) expect(found == logits[r * stride + c], "cross entropy: beyond a row");
+        if (c < cols && has_grads)
+          expect(near(found, row[c] * grads[r], 1e-5, 5), "gradient of logits");
+      }
+    }
+    same.check(losses);
+  });
+}
+
 }  // namespace
 
 void check_rows(Random& random) {
@@ -167,5 +218,5 @@ void check_rows(Random& random) {
     const int64_t cols = random.size(600), rows = random.size(cols > 100 ? 40 : 200);
     kernel(random, rows, cols);
   };
-  sizes(dropout), sizes(activation), sizes(bf16), sizes(norm);
+  sizes(dropout), sizes(activation), sizes(bf16), sizes(norm), sizes(cross_entropy);
 }

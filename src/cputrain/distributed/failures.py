@@ -155,7 +155,7 @@ def _from_elsewhere(kind: int, culprit: int, group: list[Peer], mine: str, secon
 
 
 def from_status(status: Status, peers: list[Peer], group: list[Peer], mine: str, seconds: float) -> CollectiveError:
-    """The error for a failed native call; `peers` are the ranks of the shared memory, `group` all ranks of the process group."""
+    """The error for a failed native call; `peers` are the ranks of the shared memory, `group` those of all machines."""
     if status.culprit >= len(peers):
         return _from_elsewhere(status.kind, status.culprit - len(peers), group, mine, seconds)
     if status.kind == native_calls.ABORTED or status.culprit < 0:

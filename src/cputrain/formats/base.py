@@ -89,6 +89,7 @@ class Use(NamedTuple):
     held: bool = False  # another operator saves x as it is, so that a copy in fewer bits would be one more
     scratch: str = ""  # y is read within this operator only, and may lie in the workspace of that name
     as_saved: bool = False  # y is saved for the backward, and comes in the dtype that this format saves
+    out: Tensor | None = None  # y's memory
 
 
 class Call(ABC):
@@ -142,8 +143,12 @@ class OutputGrad(ABC):
         return weight.leaf_grads(self.matrix(weight.in_features, saved))
 
     @abstractmethod
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
-        """dw_OI = dyᵀ x, from what was saved of x."""
+    def matrix(self, in_features: int, saved: Saved, *, add_to: Tensor | None = None) -> Tensor:
+        """dw_OI = dyᵀ x, from what was saved of x; added to `add_to` in place if given."""
+
+
+def weight_grad_in_fp32(dy_TO: Tensor, x_TI: Tensor, add_to: Tensor | None) -> Tensor:
+    return torch.mm(dy_TO.t(), x_TI) if add_to is None else add_to.addmm_(dy_TO.t(), x_TI)
 
 
 def product_in_fp32(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:

@@ -27,7 +27,8 @@ class _Call(Call):
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
         x_in_bf16 = bf16_saving.as_bf16(x, rounded_only=True)[0]
         y = F.linear(x_in_bf16, weight.dense().bfloat16(), None if bias is None else bias.bfloat16())
-        return y if use.as_saved else y.float(), (x_in_bf16,) if use.save else ()
+        y = y if use.as_saved else y.float() if use.out is None else use.out.copy_(y)
+        return y, (x_in_bf16,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI.bfloat16(),)
@@ -48,5 +49,6 @@ class _OutputGrad(OutputGrad):
         dx = self.dy.mm(weight.dense().bfloat16())
         return dx.float() if add_to is None else add_to.add_(dx)
 
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
-        return self.dy.t().mm(saved[0]).float()
+    def matrix(self, in_features: int, saved: Saved, *, add_to: Tensor | None = None) -> Tensor:
+        dw = self.dy.t().mm(saved[0])
+        return dw.float() if add_to is None else add_to.add_(dw)

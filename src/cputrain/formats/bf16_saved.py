@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import bf16_saving
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, product_in_fp32
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, product_in_fp32, weight_grad_in_fp32
 from cputrain.formats.fp32 import Fp32OutputGrad
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
@@ -28,7 +28,7 @@ class _Call(Call):
     saves = torch.bfloat16
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
-        out = workspace.floats(use.scratch, x.shape[0], weight.out_features) if use.scratch else None
+        out = workspace.floats(use.scratch, x.shape[0], weight.out_features) if use.scratch else use.out
         y = product_in_fp32(x, weight.dense(), None if use.as_saved else bias, out)
         # Rounded before attention reads it: its backward must find the log-sum-exp of what it reads.
         y = bf16_saving.rounded(y, bias) if use.as_saved else y
@@ -42,5 +42,5 @@ class _Call(Call):
 
 
 class _OutputGrad(Fp32OutputGrad):
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
-        return self.dy.t().mm(bf16_saving.as_float(saved))
+    def matrix(self, in_features: int, saved: Saved, *, add_to: Tensor | None = None) -> Tensor:
+        return weight_grad_in_fp32(self.dy, bf16_saving.as_float(saved), add_to)

@@ -4,7 +4,16 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, input_grad_in_fp32, product_in_fp32
+from cputrain.formats.base import (
+    Call,
+    Format,
+    OutputGrad,
+    Saved,
+    Use,
+    input_grad_in_fp32,
+    product_in_fp32,
+    weight_grad_in_fp32,
+)
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
 
@@ -19,7 +28,7 @@ class Fp32(Format):
 
 class Fp32Call(Call):
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
-        return product_in_fp32(x, weight.dense(), bias), (x,) if use.save else ()
+        return product_in_fp32(x, weight.dense(), bias, use.out), (x,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI,)
@@ -37,8 +46,8 @@ class Fp32OutputGrad(OutputGrad):
         out = workspace.floats(scratch, self.dy.shape[0], weight.in_features) if scratch else None
         return input_grad_in_fp32(self.dy, weight.dense(), add_to, out)
 
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
-        return self.dy.t().mm(saved[0])
+    def matrix(self, in_features: int, saved: Saved, *, add_to: Tensor | None = None) -> Tensor:
+        return weight_grad_in_fp32(self.dy, saved[0], add_to)
 
 
 FP32 = Fp32()

@@ -56,7 +56,7 @@ class Int16Call(Call):
         rows, columns = matmul.pack(x, rows="left", columns="right" if use.save else None)
         assert rows is not None
         w_OI = weight.dense()
-        y = self._product(rows, w_OI, bias)
+        y = self._product(rows, w_OI, bias, use.out)
         self.watch.look_at_rows("a forward product", x, w_OI)
         return y, () if columns is None else self._saved(x, columns)
 
@@ -70,8 +70,8 @@ class Int16Call(Call):
         return y, x.h
 
     @staticmethod
-    def _product(rows: matmul.Operand, w_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        y = torch.empty(rows.vectors, w_OI.shape[0])
+    def _product(rows: matmul.Operand, w_OI: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
+        y = torch.empty(rows.vectors, w_OI.shape[0]) if out is None else out
         for part in _parts(w_OI.shape[0]):
             bias = None if bias_O is None else bias_O[part]
             matmul.product(rows, matmul.by_rows(w_OI[part], "right"), out=y[:, part], bias=bias)
@@ -109,13 +109,14 @@ class _OutputGrad(OutputGrad):
             matmul.product(left, right, out=out, accumulate=add_to is not None or part.start > 0)
         return out
 
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
+    def matrix(self, in_features: int, saved: Saved, *, add_to: Tensor | None = None) -> Tensor:
         self._watch.look_at_columns("a weight gradient", self.dy)
         right = matmul.Operand(saved[0], in_features, self.dy.shape[0], "right")
-        dw = self.dy.new_empty(self.dy.shape[1], in_features)
+        dw = self.dy.new_empty(self.dy.shape[1], in_features) if add_to is None else add_to
         for part in _parts(dw.shape[0]):
             sums = None if self.bias is None else self.bias[part]
-            matmul.product(matmul.by_columns(self.dy[:, part], "left", sums=sums), right, out=dw[part])
+            left = matmul.by_columns(self.dy[:, part], "left", sums=sums)
+            matmul.product(left, right, out=dw[part], accumulate=add_to is not None)
         return dw
 
 

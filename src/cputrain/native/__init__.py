@@ -44,6 +44,7 @@ SIGNATURES = {
     "sum_of_squares": "ippps",
     "scale": "ippfs",
     "ccl_reduce": "iippiiip",
+    "cross_entropy": "pippp" + "ii" + "ffif",
     "dropout": "ppiifk",
     "int16_packed_bytes": "iiip",
     "int16_pack": "piiii" + "pipi" + "ps",

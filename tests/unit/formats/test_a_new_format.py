@@ -47,9 +47,10 @@ class _Fp64OutputGrad(OutputGrad):
         dx = (self.dy @ weight.dense().double()).float()
         return dx if add_to is None else add_to.add_(dx)
 
-    def matrix(self, in_features: int, saved: Saved) -> Tensor:
+    def matrix(self, in_features: int, saved: Saved, *, add_to=None) -> Tensor:
         calls.append("weight")
-        return (self.dy.t() @ saved[0].double()).float()
+        dw = (self.dy.t() @ saved[0].double()).float()
+        return dw if add_to is None else add_to.add_(dw)
 
 
 calls: list[str] = []
