@@ -22,6 +22,7 @@ DTYPE, DTYPES = "CPUTRAIN_DTYPE", ("auto", "fp32", "bf16", "int16")
 PADDING, PADDINGS = "CPUTRAIN_PADDING", ("drop", "keep")
 GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
 BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
+LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
 TRANSPORT, TRANSPORTS = "CPUTRAIN_CCL_TRANSPORT", ("auto", "shm", "gloo", "mpi", "oneccl")
@@ -52,6 +53,7 @@ OF_THE_USER = {
     PADDING: Variable("`keep`: compute padded positions as stock does; wins over the script", "drop", PADDINGS),
     GRADIENTS: Variable("how gradients travel between ranks", "none", COMPRESSIONS),
     BALANCE: Variable("how the samples of a global batch are dealt to the ranks", "length", BALANCES),
+    LOGITS: Variable("`computed`: vocabulary heads compute their logits in the forward, as stock", "lazy", LOGITS_ARE),
     # Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
     IPEX: Variable("`false`: everything runs as stock (`ipex: false` of a configuration)", "true", TRUTHS),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),

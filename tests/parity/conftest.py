@@ -19,6 +19,12 @@ def one_thread(request: pytest.FixtureRequest):
     torch.set_num_threads(before)
 
 
+@pytest.fixture(autouse=True)
+def lazy_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Vocabularies here are small, but their logits are to be as lazy as large ones."""
+    monkeypatch.setattr("cputrain.blocks.head.FEWEST_BYTES", 0)
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """CPUTRAIN_TEST_SAMPLE=100 leaves so many of these tests, chosen by CPUTRAIN_TEST_SEED: for other releases."""
     if not (size := int(os.environ.get("CPUTRAIN_TEST_SAMPLE", "0"))):

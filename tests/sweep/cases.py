@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import cputrain
-from cputrain.blocks import leaves
+from cputrain.blocks import head, leaves
 from tests.sweep import choices, classes, dropouts, explaining, measure, restoring, shrink, weights
 from tests.sweep import inputs as inputs_of
 from tests.sweep.inputs import Inputs
@@ -62,6 +62,7 @@ class NotBuilt(Exception):
 def lower_thresholds() -> None:
     """Models of the sweep are so small that single layers would run as stock."""
     leaves.WORTHWHILE = leaves.WORTHWHILE_PRODUCT = leaves.FEWEST_FEATURES = 1
+    head.FEWEST_BYTES = head.FEWEST_FEATURES = 1
 
 
 def cases_of(model: str, kind: str, seed: int) -> list[Case]:

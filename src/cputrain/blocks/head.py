@@ -4,6 +4,8 @@ They work on the real tokens only, too. Token logits at padded positions are 0. 
 win: stock takes the softmax over padded positions, so that padding leaks into loss and gradients; with a logit of
 -10,000, whose exponential is 0, both are those of the sequences alone. (The lowest finite value would overflow where
 logits are added up: span scores, label smoothing, distillation.)
+
+The logits of a vocabulary are computed where code looks at them (lazy_logits.py): the loss does without.
 """
 
 from __future__ import annotations
@@ -17,19 +19,31 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain import settings
 from cputrain.blocks.config_view import is_transformers_model
-from cputrain.blocks.leaves import linear_forward
+from cputrain.blocks.lazy_logits import LazyLogits, Source
+from cputrain.blocks.leaves import FEWEST_FEATURES, linear_forward
 from cputrain.ops.padded_linear import is_worthwhile, padded_linear
-from cputrain.padding import PaddingMask, gather, scatter
+from cputrain.padding import PaddingMask, computed, gather, scatter
 from cputrain.patching import padded_reads
 from cputrain.patching.bind import (
     Patches,
     format_of,
+    has_hook,
     parameter_names,
     untouched,
+    why_not_bias_size,
     why_not_tensors,
     why_not_transform,
 )
+from cputrain.patching.probe import REFUSALS
+
+# Smaller logits are computed at once: stock's loss takes no longer than asking for ours.
+FEWEST_BYTES = 8 << 20
+
+
+# module.__dict__ key of a token head whose logits are lazy: the output embeddings of a language model.
+VOCABULARY = "_cputrain_vocabulary"
 
 
 @dataclass
@@ -37,6 +51,7 @@ class _Call:
     """One call of a model: the mask that it was given, and the padding that its encoder has dropped."""
 
     mask: Any
+    has_labels: bool = False
     encoded: int = 0
     dropped: PaddingMask | None = None
 
@@ -62,7 +77,8 @@ def note_encoded(dropped: PaddingMask | None) -> None:
 
 def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -> Any:
     given = dict(zip(parameter_names(type(self).forward), args, strict=False)) if args else {}
-    token = _call.set(_Call(given.get("attention_mask", kwargs.get("attention_mask"))))
+    mask, labels = (given.get(name, kwargs.get(name)) for name in ("attention_mask", "labels"))
+    token = _call.set(_Call(mask, labels is not None))
     try:
         return stock(*args, **kwargs)
     finally:
@@ -72,12 +88,48 @@ def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
 def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
     call = _call.get()
     padding = None if call is None else call.dropped
-    if padding is not None and _is_vocabulary(self, input, padding):
-        rows = gather(input, padding.ragged).squeeze(0)
-        place, positions = padding.ragged.place, padding.batch * padding.length
-        logits = padded_linear(rows, self.weight, self.bias, place, positions, format_of(self))
-        return logits.view(padding.batch, padding.length, -1)
-    return _on_real_tokens(functools.partial(linear_forward, self, stock), input, padding, 0.0)
+    compute = functools.partial(_token_logits, self, stock, input, padding)
+    if VOCABULARY not in self.__dict__ or padding is None or input.shape[:-1] != (padding.batch, padding.length):
+        return compute()
+    return _deferred(self, input, padding.real, compute)
+
+
+def _token_logits(head: nn.Linear, stock: Callable, x: Tensor, padding: PaddingMask | None) -> Tensor:
+    if padding is None or not _is_vocabulary(head, x, padding):
+        return _on_real_tokens(functools.partial(linear_forward, head, stock), x, padding, 0.0)
+    rows = gather(x, padding.ragged).squeeze(0)
+    place, positions = padding.ragged.place, padding.batch * padding.length
+    logits = padded_linear(rows, head.weight, head.bias, place, positions, format_of(head))
+    return logits.view(padding.batch, padding.length, -1)
+
+
+def vocabulary_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tensor:
+    """A vocabulary head that sees the batch as it is."""
+    return _deferred(self, computed(input), None, functools.partial(linear_forward, self, stock, input))
+
+
+def _deferred(head: nn.Linear, x: Tensor, real: Tensor | None, compute: Callable[[], Tensor]) -> Tensor:
+    if not _may_wait(head, x):
+        return compute()
+    return LazyLogits.of(Source(x, head.weight, head.bias, real, format_of(head)), compute)
+
+
+def _may_wait(head: nn.Linear, x: Tensor) -> bool:
+    """Whether a loss may follow, and the logits are so large that it should do without them."""
+    tensors = [tensor for tensor in (x, head.weight, head.bias) if tensor is not None]
+    call = _call.get()
+    has_labels = call is not None and call.has_labels
+    if not has_labels and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+        return False
+    if x.shape[-1:] != (head.in_features,) or 4 * x.shape[:-1].numel() * head.out_features < FEWEST_BYTES:
+        return False
+    return (
+        settings.one_of(settings.LOGITS) != "computed"
+        and not torch.is_inference_mode_enabled()
+        and not has_hook(head)
+        and why_not_bias_size(head.bias, head.out_features) is None
+        and why_not_tensors(*tensors) is None
+    )
 
 
 def _is_vocabulary(head: nn.Linear, x: Tensor, padding: PaddingMask) -> bool:
@@ -145,8 +197,37 @@ def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[n
         heads = [(n, p) for n, p in heads if p in known]
         if heads:
             patches.bind(name, module, "forward", model_forward, "hands the dropped padding to its heads")
+        vocabulary = _output_embeddings(module)
         for part_name, part in heads:
-            patches.bind(_join(name, part_name), part, "forward", token_head_forward, _TOKEN)
+            what = f"{_TOKEN}; {LAZY}" if part is vocabulary else _TOKEN
+            patches.bind(_join(name, part_name), part, "forward", token_head_forward, what)
+            if part is vocabulary:
+                part.__dict__[VOCABULARY] = True
+
+
+LAZY = "its logits are computed only where code reads them; cross-entropy takes none"
+
+
+def take_over_vocabularies(model: nn.Module, patches: Patches) -> None:
+    """The output embeddings of every transformers model, but for those that drop padding already."""
+    settings.one_of(settings.LOGITS)  # a wrong value is reported now
+    for name, module in model.named_modules():
+        head = _output_embeddings(module) if is_transformers_model(module) else None
+        if head is None or not untouched(head) or head.out_features < FEWEST_FEATURES:
+            continue
+        what = LAZY if patches.format.is_stock else f"its product in {patches.format.name}; {LAZY}"
+        inside = next(part_name for part_name, part in module.named_modules() if part is head)
+        patches.bind(_join(name, inside), head, "forward", vocabulary_forward, what)
+        if untouched(module):
+            patches.bind(name, module, "forward", model_forward, "tells its head of labels", computes=False)
+
+
+def _output_embeddings(module: Any) -> nn.Linear | None:
+    try:
+        head = module.get_output_embeddings()
+    except REFUSALS:
+        return None
+    return head if type(head) is nn.Linear and any(part is head for part in module.modules()) else None
 
 
 def _join(*names: str) -> str:

@@ -39,10 +39,13 @@ class Capping(NamedTuple):
         return z.tanh() * self.after if self.tanh else z
 
 
+AS_THEY_ARE = Capping()
+
+
 class Loss(NamedTuple):
     """How logits become a loss."""
 
-    capping: Capping = Capping()
+    capping: Capping = AS_THEY_ARE
     smoothing: float = 0.0
 
 
