@@ -282,8 +282,9 @@ def copy(
     """Copy a trained model from a job's volume: a pod that may only read it is made, and removed in any case."""
     from cputrain.cluster import cluster_job, copying
 
-    kubectl, _, templates = _with_templates(name, context, namespace)
-    found = [pair for template in templates for pair in cluster_job.claims(template)]
+    kubectl = _kubectl(context, namespace)
+    pods = cluster_job.find(kubectl, name).pod_specs(kubectl)
+    found = [pair for pod in pods for pair in cluster_job.claims(pod)]
     chosen = [(claim, mount) for claim, mount in found if f"{source}/".startswith(f"{mount.rstrip('/')}/")]
     if not chosen:
         mounts = ", ".join(mount for _, mount in found) or "none"
@@ -291,25 +292,16 @@ def copy(
     claim, mount = max(chosen, key=lambda pair: len(pair[1]))
     path = source.removeprefix(mount.rstrip("/")).strip("/")
     with sigterm_interrupts():  # so that the reader pod is removed then, too
-        count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
+        count = copying.copy(kubectl, claim, path, target, pods[-1], patience)
     print(f"{count} files are in {target}")
 
 
-def _with_templates(name: str, context: str | None, namespace: str | None) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """kubectl, the job on the cluster, and the templates of its pods."""
-    from cputrain.cluster import cluster_job
-
-    kubectl = _kubectl(context, namespace)
-    job = cluster_job.find(kubectl, name)
-    return kubectl, job, job.templates(kubectl)
-
-
 def _kubectl(context: str | None, namespace: str | None) -> Any:
-    from cputrain.cluster import names
+    from cputrain.cluster import syntax
     from cputrain.cluster.kubectl import Kubectl
 
     if namespace is not None:
-        names.label_1123(namespace, "the namespace")
+        syntax.label_1123(namespace, "the namespace")
     return Kubectl(context, namespace)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
-import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cputrain.cluster import check_pod, core_objects, kinds, manifest, schema, trainjob
+from cputrain import secrets_in_clear
+from cputrain.cluster import check_pod, kinds, manifest, schema, syntax, trainjob
 from cputrain.cluster.containers import Manifest
+from cputrain.cluster.kubectl import Kubectl, Refused
 from cputrain.cluster.manifest import (
     ERROR,
     WARNING,
@@ -18,6 +19,7 @@ from cputrain.cluster.manifest import (
     Where,
     items,
     mapping,
+    mappings,
     warning,
     within,
 )
@@ -31,6 +33,16 @@ _VOLUMES = {
     ("secret", "secretName"): "Secret",
 }
 _VARIABLES = {"secretKeyRef": "Secret", "configMapKeyRef": "ConfigMap"}
+# Kubernetes' own objects that may stand beside a job.
+_VERSIONS = {
+    "ConfigMap": "v1",
+    "Namespace": "v1",
+    "NetworkPolicy": "networking.k8s.io/v1",
+    "PersistentVolumeClaim": "v1",
+    "Secret": "v1",
+    "ServiceAccount": "v1",
+}
+_MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 
 
 @dataclass(frozen=True, order=True)
@@ -95,7 +107,7 @@ def unknown_kinds(text: str) -> list[Unknown]:
 
 def _kinds() -> list[str]:
     """All that is checked here."""
-    return [*core_objects.VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
+    return [*_VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
 
 
 def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -110,11 +122,16 @@ def _of_document(document: Document, schemas: schema.Schemas, others: list[dict[
         wanted = " or ".join(name.rpartition("/")[0] for name in versions)
         said = f"{value['kind']} is served as {wanted}, found {value['apiVersion']}: write that"
         yield Finding(document.line(("apiVersion",)), "apiVersion", said)
-    rules = (kinds.problems, check_pod.problems, references)
-    for problems in (known or (), core_objects.problems(value), *(rule(value, others) for rule in rules)):
-        for problem in problems:
-            path = ".".join(map(str, problem.where))
-            yield Finding(document.line(problem.where), path, problem.sentence, problem.severity)
+    for problem in [*(known or ()), *problems(value, others)]:
+        path = ".".join(map(str, problem.where))
+        yield Finding(document.line(problem.where), path, problem.sentence, problem.severity)
+
+
+def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
+    """What is wrong beyond the schemas; `others`: the manifests beside it."""
+    yield from _of_core_object(manifest)
+    for rule in (kinds.problems, check_pod.problems, _out_of_namespace):
+        yield from rule(manifest, others)
 
 
 def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
@@ -135,7 +152,7 @@ def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Itera
             yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence, WARNING)
 
 
-def references(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
+def _out_of_namespace(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[Problem]:
     """What a job refers to by name, and finds only in its own namespace: claims, config maps, secrets, runtimes."""
     own = within(manifest, "metadata", "namespace")
     if manifest.get("kind") == "ClusterTrainingRuntime":
@@ -167,9 +184,9 @@ def _elsewhere(where: Where, called: str, own: Any, other: Any) -> Problem:
 def _references(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[tuple[Where, str, str]]:
     """(place, kind, name) of everything that is referred to."""
     for pod in kinds.pods(manifest, others):
-        for number, volume in enumerate(map(mapping, items(pod.spec.get("volumes")))):
+        for number, volume in enumerate(mappings(pod.spec, "volumes")):
             for (key, field), kind in _VOLUMES.items():
-                name = mapping(volume.get(key)).get(field)
+                name = within(volume, key, field)
                 if isinstance(name, str):
                     yield (*pod.where, "volumes", number, key, field), kind, name
     for container in kinds.containers(manifest, others):
@@ -183,15 +200,12 @@ def _references(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[tupl
         yield ("spec", "runtimeRef", "name"), "TrainingRuntime", reference["name"]
 
 
-def of_cluster(kubectl: Any) -> schema.Schemas:
+def of_cluster(kubectl: Kubectl) -> schema.Schemas:
     """The schemas that a cluster has, instead of those that are shipped."""
-    from cputrain.cluster import schema
-    from cputrain.cluster.kubectl import Refused
-
     definitions = []
     for name in [*map(kinds.resource, kinds.JOBS.values()), *trainjob.RENDERED_BESIDE]:
         try:
-            definitions.append(json.loads(kubectl.run("get", "customresourcedefinitions", name, "--output=json")))
+            definitions.append(kubectl.json("get", "customresourcedefinitions", name))
         except Refused as refusal:
             if refusal.reason != "NotFound":
                 raise
@@ -199,3 +213,55 @@ def of_cluster(kubectl: Any) -> schema.Schemas:
         raise ValueError("the cluster has none of Kubeflow's definitions: ask for an operator to be installed.")
     made = schema.compact(definitions)
     return schema.Schemas(made["kinds"], made["schemas"])
+
+
+# --- Kubernetes' own objects ---------------------------------------------------------------------------------------
+
+
+def _of_core_object(manifest: Manifest) -> Iterator[Problem]:
+    kind = str(manifest.get("kind"))
+    if kind not in _VERSIONS:
+        return
+    if manifest.get("apiVersion") != _VERSIONS[kind]:
+        said = f"{kind} is served as {_VERSIONS[kind]}, found {manifest.get('apiVersion')}: write that"
+        yield Problem(("apiVersion",), said)
+    name = within(manifest, "metadata", "name")
+    if isinstance(name, str):
+        yield from _refused(syntax.subdomain, name, "the name", ("metadata", "name"))
+    elif not within(manifest, "metadata", "generateName"):
+        yield Problem(("metadata",), "the name is missing: write metadata: {name: …}")
+    yield from _of_claim(mapping(manifest.get("spec"))) if kind == "PersistentVolumeClaim" else ()
+    yield from _of_config_map(manifest) if kind == "ConfigMap" else ()
+
+
+def _refused(check: Callable[[str, str], Any], value: str, what: str, where: Where) -> Iterator[Problem]:
+    try:
+        check(value, what)
+    except ValueError as error:
+        yield Problem(where, str(error).rstrip("."))
+
+
+def _of_claim(spec: dict[str, Any]) -> Iterator[Problem]:
+    modes, size = items(spec.get("accessModes")), within(spec, "resources", "requests", "storage")
+    if not modes:
+        yield Problem(("spec",), "accessModes is missing: write accessModes: [ReadWriteMany]")
+    for number, mode in enumerate(modes):
+        if mode not in _MODES:
+            said = f"there is no access mode {mode!r}: write one of {', '.join(_MODES)}"
+            yield Problem(("spec", "accessModes", number), said)
+    if size is None:
+        yield Problem(("spec",), "resources.requests.storage, the volume's size, is missing: write it")
+    else:
+        where = ("spec", "resources", "requests", "storage")
+        yield from _refused(syntax.bytes_of, str(size), "the volume's size", where)
+
+
+def _of_config_map(manifest: Manifest) -> Iterator[Problem]:
+    """A script that is put into a ConfigMap takes its tokens with it."""
+    for key, text in mapping(manifest.get("data")).items():
+        if not isinstance(text, str):
+            said = "it must be a string: write it in quotes, or `|` after the key and the text below it"
+            yield Problem(("data", key), said)
+        elif secrets_in_clear.looks_secret(text):
+            sentence = "a token stands in it in clear, for everyone who can read ConfigMaps: read it from a variable"
+            yield Problem(("data", key), f"{sentence}, and set that from a Secret by secretKeyRef")

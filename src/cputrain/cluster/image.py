@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain import text_files
-from cputrain.cluster import names
+from cputrain.cluster import syntax
 
 UV_CPU = "--torch-backend cpu"  # as in README's line for users: no index has to be named
 # By these a folder is known as the source tree of cputrain.
@@ -48,8 +48,8 @@ class Image:
     user: int = 1000
 
     def __post_init__(self) -> None:
-        names.image(self.base, "the base image")
-        names.image(self.tag, "the image's tag")
+        syntax.image(self.base, "the base image")
+        syntax.image(self.tag, "the image's tag")
         if self.mpi not in _MPI_PACKAGES:
             raise ValueError(f"the MPI must be openmpi, mpich or intel, found {self.mpi!r}.")
         if not 1 <= self.user < 2**31:

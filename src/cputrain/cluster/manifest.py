@@ -39,6 +39,11 @@ def within(value: Any, *keys: str) -> Any:
     return value
 
 
+def mappings(value: Any, *keys: str) -> list[dict[str, Any]]:
+    """The items of the list at a path of keys; one that is no mapping counts as empty."""
+    return [mapping(item) for item in items(within(value, *keys))]
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is wrong, and the path of where."""

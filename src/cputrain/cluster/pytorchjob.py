@@ -8,24 +8,16 @@ from typing import Any
 
 from cputrain.cluster import pod
 from cputrain.cluster.command_words import counts_by_torchrun
-from cputrain.cluster.containers import (
-    Container,
-    Manifest,
-    check_containers,
-    check_replicas,
-    check_restarts,
-    of_replicas,
-    replicas_of,
-    templates_of_replicas,
-)
+from cputrain.cluster.containers import Container, Manifest, check_replicas, check_restarts, of_replicas, replicas_of
 from cputrain.cluster.job import Job
-from cputrain.cluster.kubectl import Kubectl
 from cputrain.cluster.manifest import Noted, Problem, Where, hint, mapping, warning, within
 
 API, KIND = "kubeflow.org/v1", "PyTorchJob"
 POD_LABEL = "training.kubeflow.org/job-name"
 ONE_LOG = False
 RENDERED_BESIDE: tuple[str, ...] = ()
+PODS: tuple[tuple[str, ...], ...] = (("elasticPolicy", "minReplicas"), ("pytorchReplicaSpecs", "Worker", "replicas"))
+PROCESSES: tuple[str, ...] = ("nprocPerNode",)
 _BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 
 
@@ -77,30 +69,15 @@ def _worker(job: Job) -> dict[str, Any]:
     return {
         "replicas": job.workers,
         "restartPolicy": Noted("OnFailure", "here, not in the pod's spec, where the operator overwrites it"),
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
+        "template": pod.template(job, container),
     }
 
 
-def pods_wanted(spec: dict[str, Any]) -> int:
-    least = within(spec, "elasticPolicy", "minReplicas")
-    count = least if isinstance(least, int) else within(spec, "pytorchReplicaSpecs", "Worker", "replicas")
-    return count if isinstance(count, int) else 1
-
-
-def processes_per_pod(spec: dict[str, Any]) -> Any:
-    return spec.get("nprocPerNode")
-
-
-def pods_of_rank(spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int) -> list[dict[str, Any]]:
+def pods_with_logs(spec: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """torch's rendezvous numbers machines by their addresses, compared as text, whatever the pods are called."""
-    addresses = [within(pod, "status", "podIP") for pod in pods]
-    if isinstance(spec.get("elasticPolicy"), dict) and all(addresses):
-        pods = [pod for _, pod in sorted(zip(map(str, addresses), pods, strict=True), key=lambda pair: pair[0])]
-    return pods[rank // processes :]
-
-
-def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
-    return templates_of_replicas(spec, "pytorchReplicaSpecs")
+    if isinstance(spec.get("elasticPolicy"), dict) and all(within(pod, "status", "podIP") for pod in pods):
+        return sorted(pods, key=lambda pod: str(within(pod, "status", "podIP")))
+    return pods
 
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
@@ -117,14 +94,13 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     replicas = mapping(spec.get("pytorchReplicaSpecs"))
     here: Where = ("spec", "pytorchReplicaSpecs")
-    yield from check_replicas(replicas, here, {"Master", "Worker"})
-    for name, replica in replicas.items():
-        yield from check_containers(mapping(replica), (*here, name), "pytorch")
+    yield from check_replicas(spec, "pytorchReplicaSpecs", {"Master", "Worker"}, "pytorch")
     if "Master" in replicas and mapping(replicas["Master"]).get("replicas") != 1:
         yield Problem((*here, "Master", "replicas"), "there must be exactly one Master: write replicas: 1")
     if "elasticPolicy" in spec:
-        yield from _check_elastic_policy(mapping(spec.get("elasticPolicy")), replicas)
-        if within(spec, "elasticPolicy", "nProcPerNode") is not None and spec.get("nprocPerNode") is not None:
+        policy = mapping(spec.get("elasticPolicy"))
+        yield from _check_elastic_policy(policy, replicas)
+        if policy.get("nProcPerNode") is not None and spec.get("nprocPerNode") is not None:
             said = "nProcPerNode can't be used together with nprocPerNode: remove it here"
             yield Problem(("spec", "elasticPolicy", "nProcPerNode"), said)
     process = spec.get("nprocPerNode")

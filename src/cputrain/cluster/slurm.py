@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain import secrets_in_clear
-from cputrain.cluster import names
+from cputrain.cluster import syntax
 from cputrain.cluster.job import Sizing, size_of_cpus
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:+-]*", re.ASCII)
@@ -63,13 +63,13 @@ def _check_words(job: SlurmJob) -> None:
     if not job.script or job.script.startswith("-"):
         raise ValueError(f"the script must be a path, found {job.script!r}: `-- SCRIPT ARGS…` stands last.")
     for word in (job.script, *job.arguments, *job.resume, job.activate or ""):
-        names.text(word, "an argument")
+        syntax.text(word, "an argument")
         if secrets_in_clear.looks_secret(word):
             raise ValueError("an argument holds a token in clear, for everyone who can read the script: leave it out.")
     seen = set()
     for name, value in job.environment:
-        names.environment(name, "a variable's name")
-        names.text(value, f"the variable {name}")
+        syntax.environment(name, "a variable's name")
+        syntax.text(value, f"the variable {name}")
         if name in seen:
             raise ValueError(f"the variable {name} is set twice.")
         if value and (secrets_in_clear.is_secret_name(name) or secrets_in_clear.looks_secret(value)):

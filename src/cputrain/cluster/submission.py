@@ -8,7 +8,7 @@ from typing import Any
 
 from cputrain.cluster import check, cluster_job, manifest
 from cputrain.cluster.kubectl import Kubectl, Refused
-from cputrain.cluster.manifest import ERROR, WARNING, mapping
+from cputrain.cluster.manifest import ERROR, WARNING, within
 
 Say = Callable[[str], None]
 
@@ -48,8 +48,8 @@ def submit(kubectl: Kubectl, documents: list[dict[str, Any]], say: Say) -> list[
 
 
 def called(document: dict[str, Any]) -> str:
-    metadata = mapping(document.get("metadata"))
-    return f"{document['kind']} {metadata.get('name') or metadata.get('generateName')}"
+    name = within(document, "metadata", "name") or within(document, "metadata", "generateName")
+    return f"{document['kind']} {name}"
 
 
 def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:
@@ -81,8 +81,7 @@ def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
 def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) -> None:
     """The job, and what was rendered with it; the volume claims only `with_data`."""
     job = cluster_job.find(kubectl, name)
-    templates = job.templates(kubectl)
-    named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    named = sorted({claim for pod in job.pod_specs(kubectl) for claim, _ in cluster_job.claims(pod)})
     claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
     kubectl.run("delete", job.resource, name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
