@@ -11,8 +11,8 @@ from typing import Annotated, Any
 import typer
 
 from cputrain import text_files
-from cputrain.cli.app import Command, command, new_app, option
-from cputrain.cli.job_options import JobOptions, with_fields
+from cputrain.cli.app import Command, command, new_app, option, with_fields
+from cputrain.cli.job_options import JobOptions
 from cputrain.cli.terminal import on_a_terminal
 from cputrain.launch.processes import sigterm_interrupts
 
