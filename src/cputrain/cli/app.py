@@ -98,12 +98,9 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        summaries = [(name, _first_sentence(command.help or "")) for name, command in self.commands.items()]
-        formatter.write(_page(self, ctx, summaries))
-
-
-def _first_sentence(text: str) -> str:
-    return f"{' '.join(text.split()).partition('. ')[0].rstrip('.')}."
+        texts = {name: " ".join((command.help or "").split()) for name, command in self.commands.items()}
+        first = [(name, f"{text.partition('. ')[0].rstrip('.')}.") for name, text in texts.items()]
+        formatter.write(_page(self, ctx, first))
 
 
 def _page(command: Any, ctx: Any, commands: Rows) -> str:

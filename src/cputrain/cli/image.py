@@ -5,12 +5,11 @@ from __future__ import annotations
 import shlex
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+from cputrain import __version__
 from cputrain.cli.app import command, new_app, option
-
-if TYPE_CHECKING:
-    from cputrain.cluster import image as cluster
+from cputrain.cluster import image as cluster
 
 app = new_app()
 EXAMPLES = """
@@ -53,9 +52,6 @@ def image(
     build: Annotated[bool, option("Build with docker, podman or buildah.", "--build")] = False,
 ) -> None:
     """Write a Dockerfile and .dockerignore for trainings, and say how to build and push the image."""
-    from cputrain import __version__
-    from cputrain.cluster import image as cluster
-
     chosen = cluster.Image(
         tag=tag,
         cputrain=package or f"cputrain[hf]=={__version__}",
@@ -87,8 +83,6 @@ def image(
 
 def _from_checkout(chosen: cluster.Image, folder: Path) -> cluster.Image:
     """The image with a wheel of the tree that this cputrain runs from; as it is, if that is a release."""
-    from cputrain.cluster import image as cluster
-
     tree = cluster.source_tree()
     if tree is None:
         return chosen

@@ -7,13 +7,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from uuid import uuid4
 
 from cputrain import authentication, text_files
 from cputrain.cli.app import setting
-
-if TYPE_CHECKING:
-    from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
+from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
+from cputrain.launch import config_file
+from cputrain.launch.config import Config
 
 
 @dataclass(frozen=True)
@@ -84,10 +85,6 @@ class JobOptions:
 
     def job(self, script: str, arguments: list[str]) -> Job:
         """The checked job; with `--kind auto` the cluster is asked."""
-        from uuid import uuid4
-
-        from cputrain.cluster.job import Job
-
         if not self.image:
             raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
         bounds = least_and_most(self.elastic) if self.elastic else None
@@ -104,12 +101,12 @@ class JobOptions:
             "elastic": bounds,
             "volume": self._volume(),
             "environment": tuple(variables.items()),
-            "secrets": secrets(self.secret_env or ()),
+            "secrets": tuple(map(_secret, self.secret_env or ())),
             "preload": tuple(self.preload or ()),
             "launch_options": said.get("launch_options", ()),
             "pull_secrets": tuple(self.pull_secrets or ()),
             "node_selector": assignments(self.node_selector or (), "--node-selector"),
-            "tolerations": tolerations(self.toleration or ()),
+            "tolerations": tuple(map(_toleration, self.toleration or ())),
             "script_text": text_files.read(Path(script)) if self.embed else None,
             "rendezvous": uuid4().hex[:8],
             "token": authentication.new_token(),
@@ -127,8 +124,6 @@ class JobOptions:
         return kind
 
     def _volume(self) -> Volume | None:
-        from cputrain.cluster.job import Volume
-
         if self.pvc is None:
             if self.create_pvc or self.storage_class:
                 raise ValueError("--create-pvc and --storage-class need the claim's name: give --pvc NAME.")
@@ -140,9 +135,6 @@ class JobOptions:
 
 def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
-    from cputrain.launch import config_file
-    from cputrain.launch.config import Config
-
     if path is None:
         return {}
     config = config_file.read(path)
@@ -166,37 +158,23 @@ def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
 
 def assignments(texts: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
     """`NAME=value`; the value may hold anything, `=` too."""
-    made = []
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise ValueError(f"{option} must be NAME=value, found {text!r}.")
-        made.append((name, value))
-    return tuple(made)
+    return tuple(_groups(r"([^=]+)=(.*)", text, f"{option} must be NAME=value") for text in texts)
 
 
-def secrets(texts: Iterable[str]) -> tuple[SecretVariable, ...]:
-    from cputrain.cluster.job import SecretVariable
-
-    made = []
-    for text in texts:
-        found = re.fullmatch(r"([^=]+)=([^/]+)/(.+)", text, re.DOTALL)
-        if not found:
-            raise ValueError(f"--secret-env must be NAME=secret/key, found {text!r}.")
-        made.append(SecretVariable(*found.groups()))
-    return tuple(made)
+def _secret(text: str) -> SecretVariable:
+    return SecretVariable(*_groups(r"([^=]+)=([^/]+)/(.+)", text, "--secret-env must be NAME=secret/key"))
 
 
-def tolerations(texts: Iterable[str]) -> tuple[Toleration, ...]:
-    from cputrain.cluster.job import Toleration
+def _toleration(text: str) -> Toleration:
+    form = "--toleration must be key, key:Effect or key=value:Effect"
+    return Toleration(*_groups(r"([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", text, form))
 
-    made = []
-    for text in texts:
-        found = re.fullmatch(r"([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", text)
-        if not found:
-            raise ValueError(f"--toleration must be key, key:Effect or key=value:Effect, found {text!r}.")
-        made.append(Toleration(*found.groups()))
-    return tuple(made)
+
+def _groups(pattern: str, text: str, form: str) -> tuple[Any, ...]:
+    found = re.fullmatch(pattern, text, re.DOTALL)
+    if not found:
+        raise ValueError(f"{form}, found {text!r}.")
+    return found.groups()
 
 
 def least_and_most(text: str) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import typer
 from cputrain import text_files
 from cputrain.cli.app import command, new_app, option, setting, with_fields
 from cputrain.cli.job_options import assignments, name_of
+from cputrain.cluster import slurm as cluster
 
 app = new_app(
     help="Train on a Slurm cluster: write the batch script, submit it.",
@@ -62,8 +63,6 @@ def render(
     out: Annotated[Path | None, option("Write there, not to standard output.", "--out", "-o", metavar="FILE")] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
-    from cputrain.cluster import slurm as cluster
-
     made = {
         "name": name_of(script) if options.name is None else options.name,
         "environment": assignments(options.environment or (), "--env"),
@@ -83,7 +82,5 @@ def submit(
     file: Annotated[Path, typer.Argument(help="The batch script.")],
 ) -> None:
     """Hand a batch script to Slurm."""
-    from cputrain.cluster import slurm as cluster
-
     number = cluster.submit(file)
     print(f"Slurm has the job as number {number}: squeue --job {number}")

@@ -82,7 +82,8 @@ def of_files(texts: Mapping[str, str], schemas: schema.Schemas | None = None) ->
     found: dict[str, list[Finding]] = {}
     for name, (documents, unread) in read.items():
         rows = [finding for document in documents for finding in _of_document(document, known, values)]
-        found[name] = sorted(set(map(_printable, [*unread, *rows, *_of_claims(documents, values)])))
+        rows += [*unread, *_of_claims(documents, values)]
+        found[name] = sorted({replace(row, path=quoted(row.path), sentence=quoted(row.sentence)) for row in rows})
     return found
 
 
@@ -94,10 +95,6 @@ def _read(text: str) -> tuple[list[Document], list[Finding]]:
         return [], [Finding(error.line, "", f"this is not YAML: {error}")]
     empty = Finding(1, "", "the file holds no Kubernetes object: was the right one given?")
     return documents, [] if documents else [empty]
-
-
-def _printable(finding: Finding) -> Finding:
-    return replace(finding, path=quoted(finding.path), sentence=quoted(finding.sentence))
 
 
 def unknown_kinds(text: str) -> list[Unknown]:
@@ -137,10 +134,11 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Iterator[Finding]:
     """What only shows when a claim and the jobs that mount it are seen together."""
     jobs = [value for value in values if value.get("kind") in kinds.NAMES]
-    has_job = any(mapping(document.value).get("kind") in kinds.NAMES for document in documents)
-    claims = [each for each in documents if mapping(each.value).get("kind") == "PersistentVolumeClaim"]
-    for document in claims:
+    has_job = any(within(document.value, "kind") in kinds.NAMES for document in documents)
+    for document in documents:
         value = mapping(document.value)
+        if value.get("kind") != "PersistentVolumeClaim":
+            continue
         if has_job:
             sentence = "`kubectl delete -f` of this file deletes the volume with all that was trained: give it its own"
             yield Finding(document.line(("kind",)), "kind", sentence, WARNING)
@@ -158,9 +156,9 @@ def _out_of_namespace(manifest: Manifest, others: Sequence[Manifest]) -> Iterato
     if manifest.get("kind") == "ClusterTrainingRuntime":
         return  # its pods run in the namespace of the job that names it
     for where, kind, name in _references(manifest, others):
-        found = [other for other in others if (other.get("kind"), within(other, "metadata", "name")) == (kind, name)]
-        spaces = [within(other, "metadata", "namespace") for other in found]
-        if found and own not in spaces:
+        metadata = [mapping(other.get("metadata")) for other in others if other.get("kind") == kind]
+        spaces = [each.get("namespace") for each in metadata if each.get("name") == name]
+        if spaces and own not in spaces:
             yield _elsewhere(where, f"{kind} {name}", own, spaces[0])
 
 
@@ -173,12 +171,11 @@ def _claims_of(job: Manifest, others: Sequence[Manifest]) -> set[str]:
 
 
 def _elsewhere(where: Where, called: str, own: Any, other: Any) -> Problem:
-    if own is None or other is None:
-        here, there = (f"in namespace {space}" if space else "in kubectl's namespace" for space in (own, other))
-        said = f"{called} is {there}, and this is {here}: write the same namespace in both, or in neither"
-        return warning(where, said)
-    said = f"{called} is in namespace {other}, and nothing in {own} can use it: write the same namespace in both"
-    return Problem(where, said)
+    if own is not None and other is not None:
+        said = f"{called} is in namespace {other}, and nothing in {own} can use it: write the same namespace in both"
+        return Problem(where, said)
+    here, there = (f"in namespace {space}" if space else "in kubectl's namespace" for space in (own, other))
+    return warning(where, f"{called} is {there}, and this is {here}: write the same namespace in both, or in neither")
 
 
 def _references(manifest: Manifest, others: Sequence[Manifest]) -> Iterator[tuple[Where, str, str]]:

@@ -9,7 +9,7 @@ from typing import Any
 
 from cputrain import secrets_in_clear
 from cputrain.cluster import check_command, kinds, syntax
-from cputrain.cluster.command_words import option, place, processes_of_torchrun, runs_python, words
+from cputrain.cluster.check_command import option, place, processes_of_torchrun, runs_python, words
 from cputrain.cluster.containers import Container, Pod, named, volumes_of
 from cputrain.cluster.containers import words as word_list
 from cputrain.cluster.manifest import Problem, Where, hint, mapping, mappings, warning, within

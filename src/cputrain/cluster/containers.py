@@ -33,6 +33,11 @@ class Ranks:
     mounts: Mapping[str, dict[str, Any]] | None = None
 
     @property
+    def programs(self) -> set[str]:
+        """The words of the command without their folders."""
+        return {word.rsplit("/", 1)[-1] for word in self.command}
+
+    @property
     def has_gpus(self) -> bool:
         amounts = [mapping(self.resources.get(side)) for side in ("limits", "requests")]
         return any(re.search(r"gpu|tpu|gaudi|neuron", str(name)) for side in amounts for name in side)
@@ -99,8 +104,8 @@ def main_container(pod: dict[str, Any]) -> dict[str, Any]:
     return mapping((known or found or [None])[0])
 
 
-def chooses_nodes(pod: dict[str, Any]) -> bool:
-    return bool(pod.get("nodeSelector") or pod.get("affinity"))
+def chooses_nodes(*pods: dict[str, Any]) -> bool:
+    return any(pod.get("nodeSelector") or pod.get("affinity") for pod in pods)
 
 
 def volumes_of(*specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -211,14 +216,12 @@ def check_restarts(spec: dict[str, Any], key: str, often: str) -> Iterator[Probl
     for name, replica in replicas.items():
         if "restartPolicy" in mapping(within(replica, "template", "spec")):
             used = mapping(replica).get("restartPolicy") or ("OnFailure" if key == "pytorchReplicaSpecs" else "Never")
-            yield hint(
-                ("spec", key, name, "template", "spec", "restartPolicy"),
-                f"restartPolicy of the pod is overwritten by that of the replica ({used}): remove it here, and write "
-                "what is meant beside replicas",
-            )
+            said = f"restartPolicy of the pod is overwritten by that of the replica ({used})"
+            where: Where = ("spec", key, name, "template", "spec", "restartPolicy")
+            yield hint(where, f"{said}: remove it here, and write what is meant beside replicas")
     never = bool(replicas) and all(mapping(replica).get("restartPolicy") == "Never" for replica in replicas.values())
     # A Job makes new pods in place of those that failed, whatever the policy of the pod.
     forever = not never or key == "mpiReplicaSpecs"
     if within(spec, "runPolicy", "backoffLimit") is None and forever:
-        where: Where = ("spec", "runPolicy") if "runPolicy" in spec else ("spec",)
+        where = ("spec", "runPolicy") if "runPolicy" in spec else ("spec",)
         yield hint(where, f"backoffLimit is missing, so {often}: write runPolicy: {{backoffLimit: 3}}")

@@ -20,12 +20,15 @@ UV_CPU = "--torch-backend cpu"  # as in README's line for users: no index has to
 _PARTS = ("pyproject.toml", "CMakeLists.txt", "csrc", "src/cputrain")
 BUILDERS = ("docker", "podman", "buildah")
 # MPIJob's launcher and workers talk through ssh; the other kinds need neither.
-_MPI_PACKAGES = {
-    None: (),
-    "openmpi": ("openmpi-bin", "openssh-client", "openssh-server"),
-    "mpich": ("mpich", "openssh-client", "openssh-server"),
-    "intel": ("openssh-client", "openssh-server"),
-}
+_SSH = ("openssh-client", "openssh-server")
+_MPI_PACKAGES = {None: (), "openmpi": ("openmpi-bin", *_SSH), "mpich": ("mpich", *_SSH), "intel": _SSH}
+_TORCH = (
+    "# uv knows where PyTorch's CPU builds are. Others are for CUDA: they take gigabytes and compute nothing here.",
+    'ARG TORCH_INDEX=""',
+    'RUN if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir --index-url "$TORCH_INDEX" torch; \\',
+    "    else pip install --no-cache-dir uv \\",
+    f'     && uv pip install --python "$(command -v python)" --no-cache {UV_CPU} torch; fi',
+)
 _EXTRAS = r"(?:\[[A-Za-z0-9,._-]+\])?"
 _REQUIREMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]*{_EXTRAS}(?:[=<>!~]=?[A-Za-z0-9.*+!]+)?", re.ASCII)
 _WHEEL = re.compile(rf"(?P<file>.*\.whl)(?P<extras>{_EXTRAS})", re.ASCII | re.DOTALL)
@@ -96,7 +99,7 @@ def dockerfile(image: Image) -> str:
         *([" && mkdir -p /run/sshd \\"] if image.mpi else []),
         " && rm -rf /var/lib/apt/lists/*",
         "",
-        *_torch(),
+        *_TORCH,
         "",
         *_cputrain(image),
         "",
@@ -111,16 +114,6 @@ def dockerfile(image: Image) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _torch() -> list[str]:
-    return [
-        "# uv knows where PyTorch's CPU builds are. Others are for CUDA: they take gigabytes and compute nothing here.",
-        'ARG TORCH_INDEX=""',
-        'RUN if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir --index-url "$TORCH_INDEX" torch; \\',
-        "    else pip install --no-cache-dir uv \\",
-        f'     && uv pip install --python "$(command -v python)" --no-cache {UV_CPU} torch; fi',
-    ]
 
 
 def _cputrain(image: Image) -> list[str]:

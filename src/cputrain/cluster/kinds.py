@@ -98,17 +98,17 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 
 
 def _name(manifest: dict[str, Any]) -> Iterator[Problem]:
-    metadata, is_runtime = mapping(manifest.get("metadata")), manifest.get("kind") in _RUNTIMES
-    where, name = ("metadata", "name"), metadata.get("name")
-    form = _RUNTIME_NAME if is_runtime else _JOB_NAME
+    where, name = ("metadata", "name"), within(manifest, "metadata", "name")
+    form, others, said = _JOB_NAME, r"[^-a-z0-9]", "letters, digits and hyphens, a letter first"
+    if manifest.get("kind") in _RUNTIMES:
+        form, others, said = _RUNTIME_NAME, r"[^-.a-z0-9]", "letters, digits, hyphens and dots"
     if name is None:
-        if not metadata.get("generateName"):
+        if not within(manifest, "metadata", "generateName"):
             yield Problem(("metadata",), "the name is missing: write metadata: {name: …}")
     elif not isinstance(name, str):
         yield Problem(where, "the name must be a string: write it in quotes")
     elif not form.fullmatch(name):
-        said = "letters, digits, hyphens and dots" if is_runtime else "letters, digits and hyphens, a letter first"
-        likely = re.sub(r"[^-.a-z0-9]" if is_runtime else r"[^-a-z0-9]", "-", name.lower()).strip("-.")
+        likely = re.sub(others, "-", name.lower()).strip("-.")
         remedy = f": write {likely}" if form.fullmatch(likely) else ""
         yield Problem(where, f"the name must be lower-case {said}, found {name!r}{remedy}")
     else:

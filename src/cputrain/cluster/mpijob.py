@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
-from cputrain.cluster.command_words import COUNT, MPIRUN, Word, calls, option, place, words
+from cputrain.cluster.check_command import COUNT, MPIRUN, Word, calls, option, place, words
 from cputrain.cluster.containers import Container, Manifest, check_replicas, check_restarts, of_replicas
 from cputrain.cluster.job import HOME, MPI, Job
 from cputrain.cluster.manifest import Noted, Problem, Where, mapping, plain, warning, within

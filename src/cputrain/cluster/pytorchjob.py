@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
-from cputrain.cluster.command_words import counts_by_torchrun
+from cputrain.cluster.check_command import counts_by_torchrun
 from cputrain.cluster.containers import Container, Manifest, check_replicas, check_restarts, of_replicas, replicas_of
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import Noted, Problem, Where, hint, mapping, warning, within

@@ -21,8 +21,9 @@ def job_text(job: Job) -> str:
 
 
 def volume_text(job: Job) -> str:
+    """Empty if the job makes no volume."""
     heading = "The volume, in a file of its own: deleting the job's file never deletes what was trained."
-    return manifest.to_text(of_volume(job), heading)
+    return manifest.to_text(of_volume(job), heading) if of_volume(job) else ""
 
 
 def of_job(job: Job) -> list[Manifest]:

@@ -53,11 +53,10 @@ def called(document: dict[str, Any]) -> str:
 
 
 def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:
-    if document["kind"] != "PersistentVolumeClaim":
-        return False
-    namespace = document["metadata"].get("namespace")
+    namespace = within(document, "metadata", "namespace")
     where = [f"--namespace={namespace}"] if namespace else []
-    if not cluster_job.has_claim(kubectl, document["metadata"]["name"], *where):
+    is_claim = document["kind"] == "PersistentVolumeClaim"
+    if not is_claim or not cluster_job.has_claim(kubectl, document["metadata"]["name"], *where):
         return False
     say(f"{called(document)} exists already, and is used with what it holds")
     return True

@@ -121,7 +121,7 @@ def mounts_of_node(job: Manifest, runtime: Manifest) -> dict[str, dict[str, Any]
 
 def chooses_nodes_anywhere(job: Manifest | None, runtime: Manifest | None) -> bool:
     parts = [part.spec for part in patches(job or {})]
-    return any(map(chooses_nodes, [*parts, *pod_specs(runtime)]))
+    return chooses_nodes(*parts, *pod_specs(runtime))
 
 
 def pods(runtime: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
-from cputrain.cluster.command_words import COUNT, counts_by_torchrun
+from cputrain.cluster.check_command import COUNT, counts_by_torchrun
 from cputrain.cluster.containers import Container, Manifest, Pod, Ranks, count, idle, init_containers, named, words
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import Noted, Problem, mapping, mappings, warning, within
@@ -166,7 +166,7 @@ def _uncounted(
     if trainer.get("numProcPerNode") is not None or (policy is not None and COUNT.fullmatch(str(policy))):
         return
     for container in containers:
-        ours = any(word.rsplit("/", 1)[-1] == "cputrain" for word in container.ranks.command)
+        ours = "cputrain" in container.ranks.programs
         launched = counts_by_torchrun(container) or (ours and trainer.get("resourcesPerNode"))
         if container.ranks.started_by == "torch" and launched and not container.ranks.has_gpus:
             said = "numProcPerNode is missing, and the operator then asks for one process for every CPU"
