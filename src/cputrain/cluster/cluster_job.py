@@ -34,7 +34,7 @@ class ClusterJob:
         return str(self.value.get("kind"))
 
     @property
-    def _module(self) -> kinds.JobKind:
+    def module(self) -> kinds.JobKind:
         return kinds.BY_NAME[self.kind]
 
     @property
@@ -44,11 +44,6 @@ class ClusterJob:
     @property
     def name(self) -> str:
         return str(mapping(self.value.get("metadata")).get("name"))
-
-    @property
-    def selector(self) -> str:
-        """The label that the operator gives all pods of the job."""
-        return f"{self._module.POD_LABEL}={self.name}"
 
     @property
     def conditions(self) -> list[dict[str, Any]]:
@@ -68,39 +63,31 @@ class ClusterJob:
     @property
     def pods_wanted(self) -> int:
         """How many pods must run before ranks can meet."""
-        counts = [within(self._spec, *place) for place in self._module.PODS]
+        counts = [within(self._spec, *place) for place in self.module.PODS]
         return next((count for count in counts if isinstance(count, int)), 1)
 
     @property
     def processes(self) -> int:
         """Ranks of each pod."""
-        count = within(self._spec, *self._module.PROCESSES) or 1
+        count = within(self._spec, *self.module.PROCESSES) or 1
         return int(count) if str(count).isdecimal() else 1
 
     @property
     def shares_logs(self) -> bool:
         """Whether several ranks write into one log."""
-        return self._module.ONE_LOG or self.processes > 1
-
-    @property
-    def resource(self) -> str:
-        return kinds.resource(self._module)
-
-    @property
-    def rendered_beside(self) -> tuple[str, ...]:
-        return self._module.RENDERED_BESIDE
+        return self.module.ONE_LOG or self.processes > 1
 
     def pod_specs(self, kubectl: Kubectl) -> list[dict[str, Any]]:
         return kinds.pod_specs(self.value, kubectl)
 
     def pod_of_rank(self, pods: list[dict[str, Any]], rank: int) -> str:
         """The name of the pod whose log has what a rank wrote; `pods` are in the order of their numbers."""
-        size = self.processes * (self.pods_wanted if self._module.ONE_LOG else len(pods))
-        found = self._module.pods_with_logs(self._spec, pods)
+        size = self.processes * (self.pods_wanted if self.module.ONE_LOG else len(pods))
+        found = self.module.pods_with_logs(self._spec, pods)
         if not found or not 0 <= rank < size:
             why = f"the ranks end at {size - 1}" if pods else "there are no pods yet"
             raise ValueError(f"rank {rank} has no pod: {why}.")
-        return str(found[0 if self._module.ONE_LOG else rank // self.processes]["metadata"]["name"])
+        return str(found[0 if self.module.ONE_LOG else rank // self.processes]["metadata"]["name"])
 
 
 def find(kubectl: Kubectl, name: str) -> ClusterJob:
@@ -120,7 +107,7 @@ def find(kubectl: Kubectl, name: str) -> ClusterJob:
 
 def pods(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:
     """The job's pods, workers in the order of their numbers."""
-    found = kubectl.json("get", "pods", f"--selector={job.selector}")["items"]
+    found = kubectl.json("get", "pods", f"--selector={job.module.POD_LABEL}={job.name}")["items"]
     return sorted(found, key=lambda pod: _order(pod["metadata"]["name"]))
 
 

@@ -22,21 +22,15 @@ _BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
+    counted = "a string; without it the operator starts a process for every CPU of the node"
+    kept = "the first worker to end makes the job succeed; others may still be saving, and logs stay"
+    ended = "without it a job that fails starts again for ever"
+    alone = "no Master: the init container that it brings is neither restricted nor Guaranteed"
     spec = {
-        "nprocPerNode": Noted(
-            str(job.sizing.processes), "a string; without it the operator starts a process for every CPU of the node"
-        ),
+        "nprocPerNode": Noted(str(job.sizing.processes), counted),
         "elasticPolicy": _elastic_policy(job),
-        "runPolicy": {
-            "cleanPodPolicy": Noted(
-                "None", "the first worker to end makes the job succeed; others may still be saving, and logs stay"
-            ),
-            "backoffLimit": Noted(job.backoff_limit, "without it a job that fails starts again for ever"),
-        },
-        "pytorchReplicaSpecs": Noted(
-            {"Worker": _worker(job)},
-            "no Master: the init container that it brings is neither restricted nor Guaranteed",
-        ),
+        "runPolicy": {"cleanPodPolicy": Noted("None", kept), "backoffLimit": Noted(job.backoff_limit, ended)},
+        "pytorchReplicaSpecs": Noted({"Worker": _worker(job)}, alone),
     }
     return [{"apiVersion": API, "kind": KIND, "metadata": pod.metadata(job), "spec": spec}]
 
@@ -138,13 +132,10 @@ def _restarts_and_rendezvous(manifest: dict[str, Any], spec: dict[str, Any]) -> 
             "restricted standard refuses the pods, and limits that differ from its requests, so they are never "
             "Guaranteed: use Workers only, with an elasticPolicy of minReplicas = maxReplicas = replicas",
         )
-    elif replicas_of(manifest) > 1 and not isinstance(spec.get("elasticPolicy"), dict):
-        workers = replicas_of(manifest)
-        yield warning(
-            (*here, "Worker"),
-            f"{workers} Workers without an elasticPolicy are given no address to meet at: write elasticPolicy with "
-            f"rdzvBackend: c10d and minReplicas = maxReplicas = {workers}",
-        )
+    elif (workers := replicas_of(manifest)) > 1 and not isinstance(spec.get("elasticPolicy"), dict):
+        said = f"{workers} Workers without an elasticPolicy are given no address to meet at"
+        remedy = f"write elasticPolicy with rdzvBackend: c10d and minReplicas = maxReplicas = {workers}"
+        yield warning((*here, "Worker"), f"{said}: {remedy}")
 
 
 def _uncounted(spec: dict[str, Any], containers: list[Container]) -> Iterator[Problem]:
@@ -152,8 +143,6 @@ def _uncounted(spec: dict[str, Any], containers: list[Container]) -> Iterator[Pr
     counted = within(spec, "elasticPolicy", "nProcPerNode") is not None
     counting = [each for each in containers if counts_by_torchrun(each) and not each.ranks.has_gpus]
     if counting and spec.get("nprocPerNode") in (None, "auto", "cpu") and not counted:
-        yield warning(
-            ("spec", "nprocPerNode") if "nprocPerNode" in spec else ("spec",),
-            "nprocPerNode is missing, and torchrun then starts one process for every CPU of the node, until memory "
-            'ends: write nprocPerNode: "1", in quotes',
-        )
+        said = "nprocPerNode is missing, and torchrun then starts one process for every CPU of the node"
+        where = ("spec", "nprocPerNode") if "nprocPerNode" in spec else ("spec",)
+        yield warning(where, f'{said}, until memory ends: write nprocPerNode: "1", in quotes')

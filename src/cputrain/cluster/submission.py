@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cputrain.cluster import check, cluster_job, manifest
+from cputrain.cluster import check, cluster_job, kinds, manifest
 from cputrain.cluster.kubectl import Kubectl, Refused
 from cputrain.cluster.manifest import ERROR, WARNING, within
 
@@ -82,9 +82,9 @@ def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) ->
     job = cluster_job.find(kubectl, name)
     named = sorted({claim for pod in job.pod_specs(kubectl) for claim, _ in cluster_job.claims(pod)})
     claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
-    kubectl.run("delete", job.resource, name)
+    kubectl.run("delete", kinds.resource(job.module), name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
-    kubectl.run("delete", ",".join(["configmaps", *job.rendered_beside]), ours)
+    kubectl.run("delete", ",".join(["configmaps", *job.module.RENDERED_BESIDE]), ours)
     say(f"deleted {job.kind} {name}")
     for resource in ("secrets", "networkpolicies.networking.k8s.io"):
         _delete_if_allowed(kubectl, resource, ours, warn)

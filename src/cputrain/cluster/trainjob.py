@@ -6,22 +6,11 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from cputrain.cluster import pod
+from cputrain.cluster import pod, training_runtime
 from cputrain.cluster.check_command import COUNT, counts_by_torchrun
 from cputrain.cluster.containers import Container, Manifest, Pod, Ranks, count, idle, init_containers, named, words
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import Noted, Problem, mapping, mappings, warning, within
-from cputrain.cluster.training_runtime import (
-    JOBS,
-    STEP,
-    chooses_nodes_anywhere,
-    mounts_of_node,
-    node_container,
-    nodes_of,
-    patches,
-    runtime_of,
-    started_by,
-)
 
 API, KIND = "trainer.kubeflow.org/v1alpha1", "TrainJob"
 POD_LABEL = "jobset.sigs.k8s.io/jobset-name"
@@ -45,7 +34,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
 
 def _runtime(job: Job) -> dict[str, Any]:
     container = {**pod.container(job, "node"), "resources": pod.resources(job)}
-    labels = Noted({STEP: "trainer"}, "the operator looks for this label and the two names `node`")
+    labels = Noted({training_runtime.STEP: "trainer"}, "the operator looks for this label and the two names `node`")
     inner = {"backoffLimit": 0, "template": pod.template(job, container, restartPolicy="Never")}
     restarts = Noted(job.backoff_limit, "all pods start anew together: ranks can't come back alone")
     spec = {
@@ -76,16 +65,20 @@ def pods_with_logs(spec: dict[str, Any], pods: list[dict[str, Any]]) -> list[dic
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
     """Of the job itself: `others`, the manifests beside it, may hold its runtime."""
-    runtime = runtime_of(manifest, others)
-    trainer, node = mapping(within(manifest, "spec", "trainer")), node_container(runtime)
+    runtime = training_runtime.runtime_of(manifest, others)
+    trainer, node = mapping(within(manifest, "spec", "trainer")), training_runtime.node_container(runtime)
     beside = [runtime] if runtime else []
     own = trainer if trainer.get("command") else {**node, **{key: trainer[key] for key in ("args",) if key in trainer}}
     given = mapping(trainer.get("resourcesPerNode"))
     ranks = Ranks(
-        count(trainer.get("numProcPerNode")), nodes_of(manifest, beside), given or mapping(node.get("resources")),
-        chooses_nodes_anywhere(manifest, runtime), words(own), started_by=started_by(manifest, beside),
-        mounts=mounts_of_node(manifest, runtime) if runtime else None,
-    )  # fmt: skip
+        count(trainer.get("numProcPerNode")),
+        training_runtime.nodes_of(manifest, beside),
+        given or mapping(node.get("resources")),
+        training_runtime.chooses_nodes_anywhere(manifest, runtime),
+        words(own),
+        started_by=training_runtime.started_by(manifest, beside),
+        mounts=training_runtime.mounts_of_node(manifest, runtime) if runtime else None,
+    )
     needed = not node.get("resources")
     yield Container(("spec", "trainer"), trainer, ranks, resources_key="resourcesPerNode", needs_resources=needed)
     yield from _idle_containers(manifest)
@@ -95,21 +88,21 @@ def _idle_containers(manifest: Manifest) -> Iterator[Container]:
     """Initializers, and what is laid over the runtime's pods."""
     for name in ("dataset", "model"):
         yield idle(("spec", "initializer", name), mapping(within(manifest, "spec", "initializer", name)))
-    for part in patches(manifest):
+    for part in training_runtime.patches(manifest):
         for number, container in named(part.spec):
             yield idle((*part.where, "containers", number), container)
         yield from init_containers(part.spec, part.where)
 
 
 def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
-    yield from patches(manifest, runtime_of(manifest, others))
+    yield from training_runtime.patches(manifest, training_runtime.runtime_of(manifest, others))
 
 
 def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
     yield from _webhook(mapping(manifest.get("spec")))
     yield from _variables_of_operator(manifest, others)
     yield from _patches(manifest)
-    runtime = runtime_of(manifest, others)
+    runtime = training_runtime.runtime_of(manifest, others)
     yield from _against_runtime(manifest, runtime) if runtime else ()
     yield from _uncounted(manifest, others, [each for each in containers(manifest, others) if each.trains])
 
@@ -124,28 +117,28 @@ def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
 
 def _variables_of_operator(manifest: dict[str, Any], others: Sequence[dict[str, Any]]) -> Iterator[Problem]:
     rows = mappings(manifest, "spec", "trainer", "env")
-    for number, row in enumerate(rows if started_by(manifest, others) == "torch" else []):
+    for number, row in enumerate(rows if training_runtime.started_by(manifest, others) == "torch" else []):
         if row.get("name") in _OPERATORS:
             yield Problem(("spec", "trainer", "env", number), f"{row['name']} is the operator's: leave it out")
 
 
 def _against_runtime(manifest: dict[str, Any], runtime: dict[str, Any]) -> Iterator[Problem]:
     """A TrainJob can change only what its runtime has."""
-    known = [str(job.get("name")) for job in mappings(runtime, "spec", *JOBS)]
+    known = [str(job.get("name")) for job in mappings(runtime, "spec", *training_runtime.JOBS)]
     for name in ("dataset", "model"):
         if within(manifest, "spec", "initializer", name) is not None and f"{name}-initializer" not in known:
             said = f"the runtime has no replicated job {name}-initializer to do it: add one there, or remove this"
             yield Problem(("spec", "initializer", name), said)
     for number, patch in enumerate(mappings(manifest, "spec", "runtimePatches")):
-        here = ("spec", "runtimePatches", number, "trainingRuntimeSpec", *JOBS)
-        for row, job in enumerate(mappings(patch, "trainingRuntimeSpec", *JOBS)):
+        here = ("spec", "runtimePatches", number, "trainingRuntimeSpec", *training_runtime.JOBS)
+        for row, job in enumerate(mappings(patch, "trainingRuntimeSpec", *training_runtime.JOBS)):
             if job.get("name") not in known:
                 said = f"the runtime has no replicated job {job.get('name')}: write {' or '.join(known)}"
                 yield Problem((*here, row, "name"), said)
 
 
 def _patches(manifest: dict[str, Any]) -> Iterator[Problem]:
-    for part in patches(manifest):
+    for part in training_runtime.patches(manifest):
         for number, container in named(part.spec):
             place = _RESERVED.get(str(container.get("name")))
             if place and container.get("env"):
@@ -158,11 +151,11 @@ def _uncounted(
 ) -> Iterator[Problem]:
     trainer = within(manifest, "spec", "trainer")
     if not isinstance(trainer, dict):
-        if started_by(manifest, others) == "torch":
+        if training_runtime.started_by(manifest, others) == "torch":
             said = "the operator then sets no variable at all: ranks can't find each other; write it"
             yield warning(("spec",), f"trainer is missing, and {said}")
         return
-    policy = within(runtime_of(manifest, others), "spec", "mlPolicy", "torch", "numProcPerNode")
+    policy = within(training_runtime.runtime_of(manifest, others), "spec", "mlPolicy", "torch", "numProcPerNode")
     if trainer.get("numProcPerNode") is not None or (policy is not None and COUNT.fullmatch(str(policy))):
         return
     for container in containers:
