@@ -34,7 +34,6 @@ def command(app: typer.Typer, examples: str, cls: type[Command] | None = None, *
 
 
 def option(text: str, *names: str, metavar: str | None = None, hidden: bool = False) -> Any:
-    """An option of a command: what it means, and its spellings."""
     return typer.Option(*names, help=text, metavar=metavar, hidden=hidden)
 
 
@@ -78,8 +77,6 @@ def run(app: typer.Typer, name: str, arguments: list[str]) -> None:
 
 
 class Command(TyperCommand):
-    """One command."""
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
         return ["[OPTIONS]", *map(_argument, arguments)]

@@ -64,7 +64,7 @@ def image(options: Options) -> None:
     if options.package is None:
         chosen = _from_checkout(chosen, folder)
     written = cluster.write(chosen, folder)
-    making, pushing = cluster.commands(chosen, folder, builder or "docker", torch_index)
+    making, pushing = cluster.build_and_push(chosen, folder, builder or "docker", torch_index)
     print(f"Written: {' and '.join(map(str, written))}.")
     print(f"  build: {shlex.join(making)}\n  push:  {shlex.join(pushing)}")
     if options.build:

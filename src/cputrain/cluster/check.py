@@ -47,7 +47,7 @@ _MODES = ("ReadWriteOnce", "ReadOnlyMany", "ReadWriteMany", "ReadWriteOncePod")
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """One thing to mend: the line, the path within the document, a sentence with its remedy, and how grave it is."""
+    """One thing to fix: the line, the path within the document, a sentence with its remedy, and how grave it is."""
 
     line: int
     path: str
@@ -57,15 +57,17 @@ class Finding:
 
 @dataclass(frozen=True)
 class Unknown:
-    """An object of a kind that no rule here knows: said, so that silence isn't taken for praise."""
+    """An object of a kind that no rule here knows. It is reported: without a finding it would seem to be right."""
 
     line: int
     kind: str
 
     @property
     def sentence(self) -> str:
-        near = difflib.get_close_matches(self.kind.lower(), [kind.lower() for kind in _kinds()], n=1, cutoff=0.8)
-        meant = [kind for kind in _kinds() if kind.lower() in near]
+        near = difflib.get_close_matches(
+            self.kind.lower(), [kind.lower() for kind in _kinds_checked()], n=1, cutoff=0.8
+        )
+        meant = [kind for kind in _kinds_checked() if kind.lower() in near]
         return f"{self.kind} is not a kind that cputrain checks{f'; did you mean {meant[0]}?' if meant else '.'}"
 
 
@@ -99,11 +101,10 @@ def _read(text: str) -> tuple[list[Document], list[Finding]]:
 
 def unknown_kinds(text: str) -> list[Unknown]:
     found = [(document.line(("kind",)), mapping(document.value).get("kind")) for document in _read(text)[0]]
-    return [Unknown(line, kind) for line, kind in found if isinstance(kind, str) and kind not in _kinds()]
+    return [Unknown(line, kind) for line, kind in found if isinstance(kind, str) and kind not in _kinds_checked()]
 
 
-def _kinds() -> list[str]:
-    """All that is checked here."""
+def _kinds_checked() -> list[str]:
     return [*_VERSIONS, *(name.rpartition("/")[2] for name in schema.of_operators().kinds)]
 
 
@@ -144,7 +145,7 @@ def _of_claims(documents: list[Document], values: list[dict[str, Any]]) -> Itera
             yield Finding(document.line(("kind",)), "kind", sentence, WARNING)
         name = str(within(value, "metadata", "name"))
         users = [job for job in jobs if name in _claims_of(job, values)]
-        several = any(kinds.pods_of(job, values) > 1 for job in users)
+        several = any(kinds.pods_that_train(job, values) > 1 for job in users)
         if within(value, "spec", "accessModes") == ["ReadWriteOnce"] and several:
             sentence = "several pods on several nodes can't all mount a ReadWriteOnce volume: write ReadWriteMany"
             yield Finding(document.line(("spec", "accessModes")), "spec.accessModes", sentence, WARNING)

@@ -1,4 +1,4 @@
-"""A job that is on the cluster: its pods, volumes and logs, how far it is, and in words why it doesn't train."""
+"""A job on the cluster: its pods, volumes and logs, its state, and in words why it doesn't train."""
 
 from __future__ import annotations
 

@@ -58,7 +58,9 @@ class Image:
         if not 1 <= self.user < 2**31:
             raise ValueError(f"the user's number must be 1 or more, found {self.user}.")
         for file in self.files:
-            _check_inside(file)
+            outside = file.startswith(("/", "-", "!")) or ".." in file.split("/")
+            if not file or outside or not file.isprintable():
+                raise ValueError(f"{file!r} must lie in the build's folder, and be named from there.")
         names_inside = [Path(file).name for file in self.workspace]
         if len(set(names_inside)) < len(names_inside):
             raise ValueError(f"two of {', '.join(self.workspace)} would have one name in /workspace: rename one.")
@@ -77,12 +79,6 @@ class Image:
     @property
     def files(self) -> list[str]:
         return [file for file in (self.wheel, self.requirements, *self.workspace) if file is not None]
-
-
-def _check_inside(file: str) -> None:
-    parts = file.split("/")
-    if not file or file.startswith(("/", "-", "!")) or ".." in parts or not file.isprintable():
-        raise ValueError(f"{file!r} must lie in the build's folder, and be named from there.")
 
 
 def dockerfile(image: Image) -> str:
@@ -145,8 +141,7 @@ def dockerignore(image: Image) -> str:
     return "\n".join(["*", *(f"!{file}" for file in image.files), ""])
 
 
-def commands(image: Image, folder: Path, builder: str, torch_index: str | None) -> tuple[list[str], list[str]]:
-    """How to build and how to push."""
+def build_and_push(image: Image, folder: Path, builder: str, torch_index: str | None) -> tuple[list[str], list[str]]:
     build = [builder, "build", "--tag", image.tag]
     build += ["--build-arg", f"TORCH_INDEX={torch_index}"] if torch_index else []
     return [*build, str(folder)], [builder, "push", image.tag]
@@ -177,7 +172,6 @@ def check_target(image: Image, folder: Path) -> None:
 
 
 def write(image: Image, folder: Path) -> list[Path]:
-    """Dockerfile and .dockerignore."""
     check_target(image, folder)
     target = folder / "Dockerfile"
     text_files.write(folder / ".dockerignore", dockerignore(image))

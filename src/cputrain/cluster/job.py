@@ -113,7 +113,6 @@ class Job:
 
     @property
     def most_pods(self) -> int:
-        """How many pods train at most."""
         return max(self.workers, self.elastic[1] if self.elastic else 1)
 
     @property
@@ -137,7 +136,6 @@ class Job:
 
     @property
     def script_path(self) -> str:
-        """Where the script lies in the container."""
         return join(SCRIPTS, basename(self.script)) if self.script_text is not None else self.script
 
 

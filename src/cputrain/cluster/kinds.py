@@ -80,8 +80,7 @@ def pod_specs(job: Manifest, kubectl: Kubectl) -> list[dict[str, Any]]:
     return training_runtime.pod_specs(kubectl.json("get", resource, str(reference.get("name"))))
 
 
-def pods_of(manifest: Manifest, others: Sequence[Manifest] = ()) -> int:
-    """How many pods train."""
+def pods_that_train(manifest: Manifest, others: Sequence[Manifest] = ()) -> int:
     is_train_job = manifest.get("kind") == "TrainJob"
     return training_runtime.nodes_of(manifest, others) if is_train_job else replicas_of(manifest)
 
@@ -117,7 +116,7 @@ def _name(manifest: dict[str, Any]) -> Iterator[Problem]:
 
 def _length(manifest: dict[str, Any], name: str) -> Iterator[Problem]:
     """Pods and services are called after the job, and such a name has at most 63 characters."""
-    last = max(0, pods_of(manifest) - 1)
+    last = max(0, pods_that_train(manifest) - 1)
     ending = f"-node-0-{last}-abcde" if manifest.get("kind") == "TrainJob" else f"-worker-{last}"
     most, why = 63 - len(ending), f" ({name[:10]}…{ending} must fit in 63)"
     if manifest.get("kind") in _RUNTIMES:

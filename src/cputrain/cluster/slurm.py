@@ -58,6 +58,10 @@ class SlurmJob:
     def sizing(self) -> Sizing:
         return size_of_cpus(self.cpus, self.nodes, self.tasks, self.threads, self.communication)
 
+    @property
+    def cpus_per_task(self) -> int:
+        return self.cpus // self.sizing.processes
+
 
 def _check_words(job: SlurmJob) -> None:
     if not job.script or job.script.startswith("-"):
@@ -83,12 +87,11 @@ def to_text(job: SlurmJob) -> str:
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    each = job.cpus // job.sizing.processes
     wanted = {
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": str(job.sizing.processes),
-        "cpus-per-task": str(each),
+        "cpus-per-task": str(job.cpus_per_task),
         "mem": job.memory,
         "time": job.time,
         "partition": job.partition,
@@ -131,11 +134,10 @@ def _preparation(job: SlurmJob) -> list[str]:
 
 
 def _step(job: SlurmJob) -> list[str]:
-    each = job.cpus // job.sizing.processes
     words = " ".join(map(shlex.quote, (job.script, *job.arguments)))
     resume = ' "${resume[@]}"' if job.resume else ""
     # srun stopped inheriting the CPUs of a task with Slurm 22.05: without the option each rank gets one.
-    command = f"srun --cpus-per-task={each} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
+    command = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
     note = "# --cpus-per-task again: srun doesn't inherit it. A rank that fails ends the others."
     if not (job.requeue and job.time):
         return [note, command]
