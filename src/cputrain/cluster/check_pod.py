@@ -66,6 +66,7 @@ def _resources(container: Container) -> Iterator[Problem]:
 
 def _memory(container: Container) -> Iterator[Problem]:
     """`64M` and `64m` for 64Gi: one letter, a factor of a thousand or more."""
+    trains_python = container.trains and runs_python(container.ranks.command or word_list(container.value))
     for side in ("limits", "requests"):
         text = within(container.resources, side, "memory")
         amount, where = syntax.quantity(text), (*container.where, container.resources_key, side, "memory")
@@ -75,12 +76,7 @@ def _memory(container: Container) -> Iterator[Problem]:
         if amount < _LEAST:
             said = f"memory {text} is {syntax.size_in_words(amount)}, in which no process starts: did you mean {meant}?"
             yield Problem(where, said)
-        elif (
-            amount < _LEAST_FOR_TORCH
-            and side == "limits"
-            and container.trains
-            and runs_python(container.ranks.command or word_list(container.value))
-        ):
+        elif amount < _LEAST_FOR_TORCH and side == "limits" and trains_python:
             said = f"memory {text} is {syntax.size_in_words(amount)}, less than importing torch takes"
             yield warning(where, f"{said}: did you mean {meant}?")
 

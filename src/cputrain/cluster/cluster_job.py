@@ -228,8 +228,7 @@ def _of_container(container: dict[str, Any], pod: dict[str, Any]) -> str:
         return f"ends with exit code {code} and was started {count} times again: see cputrain k8s logs"
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         return f"the container can't be made: {waiting.get('message') or reason}"
-    code = ended.get("exitCode")
-    return f"ended with exit code {code}: see cputrain k8s logs" if code else ""
+    return f"ended with exit code {ended['exitCode']}: see cputrain k8s logs" if ended.get("exitCode") else ""
 
 
 # What the scheduler says of a pod that no node takes, what that means, and what to do.
