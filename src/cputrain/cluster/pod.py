@@ -62,14 +62,10 @@ def _our_variables(job: Job) -> Iterator[tuple[str, str, str]]:
     """Name, value and why it is set."""
     sizing = job.sizing
     shares = f"{job.cpu_count} CPUs for {sizing.processes} of these, {sizing.communication} of each for communication"
-    counted = f"{shares}; OpenMP itself would count the node's CPUs"
+    counted, asked = f"{shares}; OpenMP itself would count the node's CPUs", "threads of each process, as asked for"
     yield "HOME", HOME, "the image's own home may belong to another user"
     yield "LOGLEVEL", job.log_level, ""
-    yield (
-        "OMP_NUM_THREADS",
-        str(sizing.threads),
-        counted if job.threads is None else "threads of each process, as asked for",
-    )
+    yield "OMP_NUM_THREADS", str(sizing.threads), counted if job.threads is None else asked
     if sizing.communication:
         yield "CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"
     if job.volume:
