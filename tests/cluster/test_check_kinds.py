@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cputrain.cluster import check, check_pod, core_objects, kinds, render
+from cputrain.cluster import check, render
 from cputrain.cluster.job import KINDS, Job
 from cputrain.cluster.manifest import plain, to_text
 
@@ -299,7 +299,4 @@ def test_nothing_of_another_type_stops_it(kind: str) -> None:
             holder[key] = other
             values = [value for value in documents if isinstance(value, dict)]
             for value in (value for value in values if isinstance(value.get("kind"), str)):
-                rules = (kinds.problems, check_pod.problems, check.references)
-                for rule in rules:
-                    assert all(problem.sentence for problem in rule(value, values))
-                assert all(problem.sentence for problem in core_objects.problems(value))
+                assert all(problem.sentence for problem in check.problems(value, values))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from cluster.kubectl_shell import QA, Here, add_job, kubectls, pod
 
-from cputrain.cluster import core_objects, render
+from cputrain.cluster import render
 from cputrain.cluster.job import Job
 from cputrain.cluster.manifest import plain
 
@@ -271,7 +271,7 @@ def test_delete_keeps_the_volume_unless_told(here: Here, with_data: bool) -> Non
     add_job(here.cluster)
     here.cluster.put("configmaps", plain(render.of_job(QA)[0]))
     here.cluster.put("configmaps", {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "somebody-elses"}})
-    _, secret, policy = map(plain, core_objects.documents(replace(QA, workers=2, token="0f" * 32, network_policy=True)))
+    _, secret, policy = map(plain, render.objects_beside(replace(QA, workers=2, token="0f" * 32, network_policy=True)))
     here.cluster.put("secrets", secret)
     here.cluster.put("networkpolicies", policy)
     answer = here.cputrain("delete", "qa", *(["--with-data"] if with_data else []))

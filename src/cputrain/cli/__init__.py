@@ -79,7 +79,6 @@ def _run_command(arguments: list[str]) -> None:
 
 
 def app_of(name: str) -> typer.Typer:
-    """The app of a command other than `run`, from its module."""
     return importlib.import_module(f"cputrain.cli.{name}").app
 
 

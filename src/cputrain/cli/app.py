@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+import inspect
+from collections.abc import Callable
+from dataclasses import field, fields, is_dataclass
+from typing import Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -29,9 +33,37 @@ def command(app: typer.Typer, examples: str, cls: type[Command] | None = None, *
     return app.command(cls=cls or Command, epilog=examples, context_settings={**_HELP, **settings})
 
 
-def option(text: str, *names: str, metavar: str | None = None) -> Any:
-    """An option of a command: what it means, and its spellings."""
-    return typer.Option(*names, help=text, metavar=metavar)
+def option(text: str, *names: str, metavar: str | None = None, hidden: bool = False) -> Any:
+    return typer.Option(*names, help=text, metavar=metavar, hidden=hidden)
+
+
+def setting(text: str, *names: str, default: Any = None, **more: Any) -> Any:
+    """A field of a dataclass that `with_fields` turns into an option."""
+    return field(default=default, metadata={"option": option(text, *names, **more)})
+
+
+def with_fields(command: Callable[..., None]) -> Callable[..., None]:
+    """The parameter that is a dataclass becomes one option for each of its fields, at the same place."""
+    signature = inspect.signature(command, eval_str=True)
+    [group] = [one for one in signature.parameters.values() if is_dataclass(one.annotation)]
+    options = _parameters(group.annotation)
+    listed: list[inspect.Parameter] = []
+    for one in signature.parameters.values():
+        listed += options if one is group else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
+
+    @functools.wraps(command)
+    def called(**given: Any) -> None:
+        chosen = group.annotation(**{option.name: given.pop(option.name) for option in options})
+        command(**given, **{group.name: chosen})
+
+    called.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
+    return called
+
+
+def _parameters(group: Any) -> list[inspect.Parameter]:
+    types, kind = get_type_hints(group), inspect.Parameter.KEYWORD_ONLY
+    options = [(one, Annotated[types[one.name], one.metadata["option"]]) for one in fields(group)]
+    return [inspect.Parameter(one.name, kind, default=one.default, annotation=hint) for one, hint in options]
 
 
 def run(app: typer.Typer, name: str, arguments: list[str]) -> None:
@@ -45,8 +77,6 @@ def run(app: typer.Typer, name: str, arguments: list[str]) -> None:
 
 
 class Command(TyperCommand):
-    """One command."""
-
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         arguments = [one for one in self.get_params(ctx) if one.param_type_name == "argument"]
         return ["[OPTIONS]", *map(_argument, arguments)]
@@ -65,12 +95,9 @@ class Group(TyperGroup):
         return super().parse_args(ctx, args or ["--help"])
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
-        summaries = [(name, _first_sentence(command.help or "")) for name, command in self.commands.items()]
-        formatter.write(_page(self, ctx, summaries))
-
-
-def _first_sentence(text: str) -> str:
-    return f"{' '.join(text.split()).partition('. ')[0].rstrip('.')}."
+        texts = {name: " ".join((command.help or "").split()) for name, command in self.commands.items()}
+        first = [(name, f"{text.partition('. ')[0].rstrip('.')}.") for name, text in texts.items()]
+        formatter.write(_page(self, ctx, first))
 
 
 def _page(command: Any, ctx: Any, commands: Rows) -> str:

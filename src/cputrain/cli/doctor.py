@@ -84,11 +84,8 @@ def doctor(
 
 
 def examine() -> Report:
-    """Looks at the machine and the installation."""
-    machine = hardware.this_machine()
-    kernels = _kernels()
-    threads = _threads()
-    installed = env.examine_installation()
+    machine, kernels = hardware.this_machine(), _kernels()
+    threads, installed = _threads(), env.examine_installation()
     packages = {name: env.version(name) for name in _PACKAGES}
     return Report(
         cputrain=__version__,
@@ -137,10 +134,8 @@ def _advice(machine: hardware.Hardware, kernels: Kernels, threads: Threads) -> I
     if kernels.problem:
         yield kernels.problem
     if threads.torch is not None and threads.torch != usable:
-        yield (
-            f"torch uses {_counted(threads.torch, 'thread')}, but {_counted(usable, 'core')} may be used: "
-            f"set OMP_NUM_THREADS={usable}."
-        )
+        said = f"torch uses {_counted(threads.torch, 'thread')}, but {_counted(usable, 'core')} may be used"
+        yield f"{said}: set OMP_NUM_THREADS={usable}."
     if len(threads.runtimes) > 1:
         yield (
             f"{len(threads.runtimes)} OpenMP runtimes fight over the cores: {', '.join(threads.runtimes)}. "

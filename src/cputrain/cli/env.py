@@ -147,10 +147,8 @@ def _allocator() -> Fact[str]:
     why_not = memory.why_not()
     if not why_not:
         return Fact("glibc's", "where malloc leads to")
-    return Fact(
-        f"left as it is: {why_not}",
-        f"LD_PRELOAD={settings.value_of(settings.PRELOAD)}" if settings.preloaded() else "",
-    )
+    preloaded = f"LD_PRELOAD={settings.value_of(settings.PRELOAD)}" if settings.preloaded() else ""
+    return Fact(f"left as it is: {why_not}", preloaded)
 
 
 def _mpi() -> Fact[str | None]:

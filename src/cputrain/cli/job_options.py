@@ -2,110 +2,89 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import Any
+from uuid import uuid4
 
 from cputrain import authentication, text_files
-from cputrain.cli.app import option
-
-if TYPE_CHECKING:
-    from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
+from cputrain.cli.app import setting
+from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
+from cputrain.launch import config_file
+from cputrain.launch.config import Config
 
 
 @dataclass(frozen=True)
 class JobOptions:
     """Options as they were given. Those that a Job has under the same name are passed on as they are."""
 
-    image: Annotated[str, option("The image; `cputrain image` makes one. Needed.", "--image")] = ""
-    name: Annotated[str | None, option("The job's name; else the script's.", "--name")] = None
-    kind: Annotated[
-        str,
-        option(
-            "Kubeflow's kind of job; auto: what the cluster has.", "--kind", metavar="pytorchjob|trainjob|mpijob|auto"
-        ),
-    ] = "pytorchjob"
-    embed: Annotated[
-        bool, option("Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script")
-    ] = False
-    config: Annotated[Path | None, option("A file of `cputrain config`; options win over it.", "--config-file")] = None
-    workers: Annotated[int | None, option("Pods.", "--workers", metavar="N")] = None
-    elastic: Annotated[
-        str | None, option("Fewest and most pods, of a pytorchjob.", "--elastic", metavar="LEAST:MOST")
-    ] = None
-    cpus: Annotated[str, option("CPUs of a pod, whole.", "--cpus", metavar="N")] = "4"
-    memory: Annotated[str, option("Memory of a pod.", "--memory", metavar="SIZE")] = "16Gi"
-    shared_memory: Annotated[
-        str | None, option("Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm", metavar="SIZE")
-    ] = None
-    processes: Annotated[
-        int | None, option("Processes of a pod; else one for every 64 CPUs.", "--processes", metavar="N")
-    ] = None
-    threads: Annotated[
-        int | None, option("Threads of a process; else its share of the CPUs.", "--threads", metavar="N")
-    ] = None
-    communication: Annotated[
-        int | None,
-        option(
-            "Cores of a process for communication; else 1 of 8 or more, with several pods.",
-            "--cores-for-communication",
-            metavar="N",
-        ),
-    ] = None
-    max_restarts: Annotated[
-        int | None, option("How often workers may start anew together; else 3 times.", "--max-restarts", metavar="N")
-    ] = None
-    backoff_limit: Annotated[int, option("How often a failed pod is started anew.", "--backoff-limit", metavar="N")] = 3
-    mpi: Annotated[str, option("The MPI of an mpijob.", "--mpi", metavar="openmpi|intel|mpich")] = "openmpi"
-    pvc: Annotated[
-        str | None, option("The volume claim for data, caches and the trained model.", "--pvc", metavar="CLAIM")
-    ] = None
-    mount: Annotated[str, option("Where pods see the volume.", "--mount", metavar="FOLDER")] = "/data"
-    create_pvc: Annotated[
-        str | None, option("Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE")
-    ] = None
-    storage_class: Annotated[str | None, option("The storage class of a claim that is made.", "--storage-class")] = None
-    env: Annotated[
-        list[str] | None, option("A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE")
-    ] = None
-    secret_env: Annotated[
-        list[str] | None,
-        option("A variable out of a Secret; may be repeated.", "--secret-env", metavar="NAME=SECRET/KEY"),
-    ] = None
-    preload: Annotated[
-        list[str] | None, option("A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", metavar="LIBRARY")
-    ] = None
-    log_level: Annotated[str, option("LOGLEVEL of torch's agent.", "--log-level")] = "INFO"
-    namespace: Annotated[str | None, option("The namespace.", "--namespace", "-n")] = None
-    context: Annotated[str | None, option("kubectl's context, for --kind auto.", "--context")] = None
-    node_selector: Annotated[
-        list[str] | None, option("Only nodes with this label.", "--node-selector", metavar="KEY=VALUE")
-    ] = None
-    toleration: Annotated[
-        list[str] | None, option("A taint that doesn't keep pods away.", "--toleration", metavar="KEY[=VALUE][:EFFECT]")
-    ] = None
-    priority_class: Annotated[str | None, option("The priority class.", "--priority-class")] = None
-    service_account: Annotated[str | None, option("The service account.", "--service-account")] = None
-    pull_secrets: Annotated[list[str] | None, option("An image pull secret.", "--pull-secret", metavar="NAME")] = None
-    pull_policy: Annotated[
-        str, option("When nodes pull the image.", "--pull-policy", metavar="Always|IfNotPresent|Never")
-    ] = "IfNotPresent"
-    network_policy: Annotated[
-        bool, option("A NetworkPolicy, too: only the job's own pods reach its ports.", "--network-policy")
-    ] = False
-    user: Annotated[int, option("The number of the user that pods run as, not 0.", "--user", metavar="NUMBER")] = 1000
+    image: str = setting("The image; `cputrain image` makes one. Needed.", "--image", default="")
+    name: str | None = setting("The job's name; else the script's.", "--name")
+    kind: str = setting(
+        "Kubeflow's kind of job; auto: what the cluster has.",
+        "--kind",
+        metavar="pytorchjob|trainjob|mpijob|auto",
+        default="pytorchjob",
+    )
+    embed: bool = setting(
+        "Put the local file SCRIPT into a ConfigMap: an image with cputrain is enough.", "--embed-script", default=False
+    )
+    config: Path | None = setting("A file of `cputrain config`; options win over it.", "--config-file")
+    workers: int | None = setting("Pods.", "--workers", metavar="N")
+    elastic: str | None = setting("Fewest and most pods, of a pytorchjob.", "--elastic", metavar="LEAST:MOST")
+    cpus: str = setting("CPUs of a pod, whole.", "--cpus", metavar="N", default="4")
+    memory: str = setting("Memory of a pod.", "--memory", metavar="SIZE", default="16Gi")
+    shared_memory: str | None = setting(
+        "Size of /dev/shm; else an eighth of the memory, at most 8Gi.", "--shm", metavar="SIZE"
+    )
+    processes: int | None = setting("Processes of a pod; else one for every 64 CPUs.", "--processes", metavar="N")
+    threads: int | None = setting("Threads of a process; else its share of the CPUs.", "--threads", metavar="N")
+    communication: int | None = setting(
+        "Cores of a process for communication; else 1 of 8 or more, with several pods.",
+        "--cores-for-communication",
+        metavar="N",
+    )
+    max_restarts: int | None = setting(
+        "How often workers may start anew together; else 3 times.", "--max-restarts", metavar="N"
+    )
+    backoff_limit: int = setting("How often a failed pod is started anew.", "--backoff-limit", metavar="N", default=3)
+    mpi: str = setting("The MPI of an mpijob.", "--mpi", metavar="openmpi|intel|mpich", default="openmpi")
+    pvc: str | None = setting("The volume claim for data, caches and the trained model.", "--pvc", metavar="CLAIM")
+    mount: str = setting("Where pods see the volume.", "--mount", metavar="FOLDER", default="/data")
+    create_pvc: str | None = setting(
+        "Make the claim, too, in a file of its own beside --out.", "--create-pvc", metavar="SIZE"
+    )
+    storage_class: str | None = setting("The storage class of a claim that is made.", "--storage-class")
+    env: list[str] | None = setting("A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE")
+    secret_env: list[str] | None = setting(
+        "A variable out of a Secret; may be repeated.", "--secret-env", metavar="NAME=SECRET/KEY"
+    )
+    preload: list[str] | None = setting(
+        "A library for LD_PRELOAD, e.g. libtcmalloc.so.4.", "--preload", metavar="LIBRARY"
+    )
+    log_level: str = setting("LOGLEVEL of torch's agent.", "--log-level", default="INFO")
+    namespace: str | None = setting("The namespace.", "--namespace", "-n")
+    context: str | None = setting("kubectl's context, for --kind auto.", "--context")
+    node_selector: list[str] | None = setting("Only nodes with this label.", "--node-selector", metavar="KEY=VALUE")
+    toleration: list[str] | None = setting(
+        "A taint that doesn't keep pods away.", "--toleration", metavar="KEY[=VALUE][:EFFECT]"
+    )
+    priority_class: str | None = setting("The priority class.", "--priority-class")
+    service_account: str | None = setting("The service account.", "--service-account")
+    pull_secrets: list[str] | None = setting("An image pull secret.", "--pull-secret", metavar="NAME")
+    pull_policy: str = setting(
+        "When nodes pull the image.", "--pull-policy", metavar="Always|IfNotPresent|Never", default="IfNotPresent"
+    )
+    network_policy: bool = setting(
+        "A NetworkPolicy, too: only the job's own pods reach its ports.", "--network-policy", default=False
+    )
+    user: int = setting("The number of the user that pods run as, not 0.", "--user", metavar="NUMBER", default=1000)
 
     def job(self, script: str, arguments: list[str]) -> Job:
         """The checked job; with `--kind auto` the cluster is asked."""
-        from uuid import uuid4
-
-        from cputrain.cluster.job import Job
-
         if not self.image:
             raise ValueError("--image is missing: `cputrain image` writes a Dockerfile for one.")
         bounds = least_and_most(self.elastic) if self.elastic else None
@@ -122,12 +101,12 @@ class JobOptions:
             "elastic": bounds,
             "volume": self._volume(),
             "environment": tuple(variables.items()),
-            "secrets": secrets(self.secret_env or ()),
+            "secrets": tuple(map(_secret, self.secret_env or ())),
             "preload": tuple(self.preload or ()),
             "launch_options": said.get("launch_options", ()),
             "pull_secrets": tuple(self.pull_secrets or ()),
             "node_selector": assignments(self.node_selector or (), "--node-selector"),
-            "tolerations": tolerations(self.toleration or ()),
+            "tolerations": tuple(map(_toleration, self.toleration or ())),
             "script_text": text_files.read(Path(script)) if self.embed else None,
             "rendezvous": uuid4().hex[:8],
             "token": authentication.new_token(),
@@ -145,8 +124,6 @@ class JobOptions:
         return kind
 
     def _volume(self) -> Volume | None:
-        from cputrain.cluster.job import Volume
-
         if self.pvc is None:
             if self.create_pvc or self.storage_class:
                 raise ValueError("--create-pvc and --storage-class need the claim's name: give --pvc NAME.")
@@ -158,9 +135,6 @@ class JobOptions:
 
 def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
     """What a file of `cputrain config` says about a cluster: machines are pods, and the rest is launch's."""
-    from cputrain.launch import config_file
-    from cputrain.launch.config import Config
-
     if path is None:
         return {}
     config = config_file.read(path)
@@ -184,37 +158,23 @@ def _configured(path: Path | None, size_is_given: bool) -> dict[str, Any]:
 
 def assignments(texts: Iterable[str], option: str) -> tuple[tuple[str, str], ...]:
     """`NAME=value`; the value may hold anything, `=` too."""
-    made = []
-    for text in texts:
-        name, equals, value = text.partition("=")
-        if not name or not equals:
-            raise ValueError(f"{option} must be NAME=value, found {text!r}.")
-        made.append((name, value))
-    return tuple(made)
+    return tuple(_groups(r"([^=]+)=(.*)", text, f"{option} must be NAME=value") for text in texts)
 
 
-def secrets(texts: Iterable[str]) -> tuple[SecretVariable, ...]:
-    from cputrain.cluster.job import SecretVariable
-
-    made = []
-    for text in texts:
-        found = re.fullmatch(r"([^=]+)=([^/]+)/(.+)", text, re.DOTALL)
-        if not found:
-            raise ValueError(f"--secret-env must be NAME=secret/key, found {text!r}.")
-        made.append(SecretVariable(*found.groups()))
-    return tuple(made)
+def _secret(text: str) -> SecretVariable:
+    return SecretVariable(*_groups(r"([^=]+)=([^/]+)/(.+)", text, "--secret-env must be NAME=secret/key"))
 
 
-def tolerations(texts: Iterable[str]) -> tuple[Toleration, ...]:
-    from cputrain.cluster.job import Toleration
+def _toleration(text: str) -> Toleration:
+    form = "--toleration must be key, key:Effect or key=value:Effect"
+    return Toleration(*_groups(r"([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", text, form))
 
-    made = []
-    for text in texts:
-        found = re.fullmatch(r"([^=:]+)(?:=([^:]*))?(?::([A-Za-z]+))?", text)
-        if not found:
-            raise ValueError(f"--toleration must be key, key:Effect or key=value:Effect, found {text!r}.")
-        made.append(Toleration(*found.groups()))
-    return tuple(made)
+
+def _groups(pattern: str, text: str, form: str) -> tuple[Any, ...]:
+    found = re.fullmatch(pattern, text, re.DOTALL)
+    if not found:
+        raise ValueError(f"{form}, found {text!r}.")
+    return found.groups()
 
 
 def least_and_most(text: str) -> tuple[int, int]:
@@ -228,27 +188,3 @@ def name_of(script: str) -> str:
     """A job's name after its script: `examples/run_qa.py` → `run-qa`."""
     words = re.sub(r"[^a-z0-9]+", "-", Path(script).stem.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}".rstrip("-"))[:40].rstrip("-")
-
-
-def with_fields(command: Callable[..., None]) -> Callable[..., None]:
-    """The parameter that is a dataclass becomes one option for each of its fields, at the same place."""
-    signature = inspect.signature(command, eval_str=True)
-    [group] = [one for one in signature.parameters.values() if is_dataclass(one.annotation)]
-    options = _parameters(group.annotation)
-    listed: list[inspect.Parameter] = []
-    for one in signature.parameters.values():
-        listed += options if one is group else [one.replace(kind=inspect.Parameter.KEYWORD_ONLY)]
-
-    @functools.wraps(command)
-    def called(**given: Any) -> None:
-        chosen = group.annotation(**{option.name: given.pop(option.name) for option in options})
-        command(**given, **{group.name: chosen})
-
-    called.__signature__ = signature.replace(parameters=listed)  # type: ignore[attr-defined]
-    return called
-
-
-def _parameters(group: type) -> list[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    kind = inspect.Parameter.KEYWORD_ONLY
-    return [inspect.Parameter(one.name, kind, default=one.default, annotation=hints[one.name]) for one in fields(group)]

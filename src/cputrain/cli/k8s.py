@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from cputrain import text_files
-from cputrain.cli.app import Command, command, new_app, option
-from cputrain.cli.job_options import JobOptions, with_fields
+from cputrain.cli.app import Command, command, new_app, option, with_fields
+from cputrain.cli.job_options import JobOptions
 from cputrain.cli.terminal import on_a_terminal
+from cputrain.cluster import syntax
+from cputrain.cluster.kubectl import Kubectl, Refused
+from cputrain.cluster.manifest import SEVERITIES
 from cputrain.launch.processes import sigterm_interrupts
 
 app = new_app(
@@ -47,26 +52,21 @@ def render(
     ] = None,
 ) -> None:
     """Write the manifests of a job: what stands after the options is the script and its arguments."""
-    _write(options.job(script, arguments or []), out)
-
-
-def _write(job: Any, out: Path | None) -> None:
     from cputrain.cluster import render
 
-    text = render.job_text(job)
+    job = options.job(script, arguments or [])
+    text, volume = render.job_text(job), render.volume_text(job)
     if out is None:
-        if job.volume and job.volume.size:
+        if volume:
             raise ValueError("--create-pvc writes a file of its own, so that the job's never deletes data: give --out.")
         print(text, end="")
         return
     text_files.write(out, text, private=job.makes_token)  # a Secret stands in it
-    files = {}
-    if job.volume and job.volume.size:
-        files[out.with_name(f"{out.stem}-volume{out.suffix or '.yaml'}")] = render.volume_text(job)
-    for path, content in files.items():
-        text_files.write(path, content)
-    names = [out, *files]
-    print(f"Written: {' and '.join(map(str, names))}. Next: cputrain k8s submit {' '.join(map(str, reversed(names)))}")
+    names = [str(out)]
+    if volume:
+        names.append(str(out.with_name(f"{out.stem}-volume{out.suffix or '.yaml'}")))
+        text_files.write(Path(names[1]), volume)
+    print(f"Written: {' and '.join(names)}. Next: cputrain k8s submit {' '.join(reversed(names))}")
 
 
 @command(app, CHECK_EXAMPLES)
@@ -90,8 +90,6 @@ def check(
     can't be read or has a kind that isn't known here.
     """
     from cputrain.cluster import check as rules
-    from cputrain.cluster.kubectl import Kubectl
-    from cputrain.cluster.manifest import SEVERITIES, reaches
 
     if fail_on not in SEVERITIES:
         raise ValueError(f"--fail-on must be one of {', '.join(SEVERITIES)}, found {fail_on!r}.")
@@ -100,7 +98,8 @@ def check(
     found = rules.of_files(texts, schemas)
     unknown = {name: rules.unknown_kinds(text) for name, text in texts.items()}
     (_as_json if as_json else _as_lines)(found, unknown)
-    failed = any(reaches(finding.severity, fail_on) for findings in found.values() for finding in findings)
+    grave = SEVERITIES[: SEVERITIES.index(fail_on) + 1]
+    failed = any(finding.severity in grave for findings in found.values() for finding in findings)
     raise typer.Exit(2 if any(unknown.values()) else 1 if failed else 0)
 
 
@@ -118,17 +117,12 @@ def _as_lines(found: dict[str, list[Any]], unknown: dict[str, list[Any]]) -> Non
 
 
 def _as_json(found: dict[str, list[Any]], unknown: dict[str, list[Any]]) -> None:
-    import json
-    from dataclasses import asdict
-
     rows = [{"file": name, **asdict(finding)} for name, findings in found.items() for finding in findings]
     others = [{"file": name, **asdict(each)} for name, kinds in unknown.items() for each in kinds]
     print(json.dumps({"counts": _counts(found), "findings": rows, "unknown_kinds": others}, indent=2))
 
 
 def _counts(found: dict[str, list[Any]]) -> dict[str, int]:
-    from cputrain.cluster.manifest import SEVERITIES
-
     said = [finding.severity for findings in found.values() for finding in findings]
     return {severity: said.count(severity) for severity in SEVERITIES}
 
@@ -157,8 +151,6 @@ LOGS_EXAMPLES = """
     cputrain k8s logs run-qa --follow
     cputrain k8s logs run-qa --rank 3
 """
-DELETE_EXAMPLES = "cputrain k8s delete run-qa"
-COPY_EXAMPLES = "cputrain k8s copy run-qa /data/output ./trained"
 _PAUSE = 2.0  # seconds between two looks
 _PATIENCE = 30  # looks in a row that may fail: a minute of a connection that drops
 
@@ -194,16 +186,16 @@ def submit(
     submission.submit(kubectl, documents, print)
     jobs = [document for document in documents if document["kind"] in kinds.NAMES]
     if wait and jobs:
-        name, within = jobs[0]["metadata"]["name"], jobs[0]["metadata"].get("namespace")
-        raise typer.Exit(_follow(_kubectl(options.context, options.namespace or within), name))
+        namespace = options.namespace or jobs[0]["metadata"].get("namespace")
+        raise typer.Exit(_follow(_kubectl(options.context, namespace), jobs[0]["metadata"]["name"]))
 
 
 def _rendered(options: JobOptions, words: list[str]) -> dict[str, str]:
     from cputrain.cluster import render
 
     job = options.job(words[0], words[1:])
-    volume = {"the volume": render.volume_text(job)} if job.volume and job.volume.size else {}
-    return {"the job": render.job_text(job), **volume}
+    texts = {"the job": render.job_text(job), "the volume": render.volume_text(job)}
+    return {name: text for name, text in texts.items() if text}
 
 
 def _read(ctx: typer.Context, words: list[str]) -> dict[str, str]:
@@ -254,7 +246,7 @@ def logs(
     os.execv(command[0], command)
 
 
-@command(app, DELETE_EXAMPLES)
+@command(app, "cputrain k8s delete run-qa")
 def delete(
     name: Name,
     with_data: Annotated[
@@ -270,7 +262,7 @@ def delete(
     submission.delete(kubectl, name, with_data, print, lambda line: print(line, file=sys.stderr))
 
 
-@command(app, COPY_EXAMPLES)
+@command(app, "cputrain k8s copy run-qa /data/output ./trained")
 def copy(
     name: Name,
     source: Annotated[str, typer.Argument(help="A folder on the volume, as the pods see it, e.g. /data/output.")],
@@ -282,8 +274,9 @@ def copy(
     """Copy a trained model from a job's volume: a pod that may only read it is made, and removed in any case."""
     from cputrain.cluster import cluster_job, copying
 
-    kubectl, _, templates = _with_templates(name, context, namespace)
-    found = [pair for template in templates for pair in cluster_job.claims(template)]
+    kubectl = _kubectl(context, namespace)
+    pods = cluster_job.find(kubectl, name).pod_specs(kubectl)
+    found = [pair for pod in pods for pair in cluster_job.claims(pod)]
     chosen = [(claim, mount) for claim, mount in found if f"{source}/".startswith(f"{mount.rstrip('/')}/")]
     if not chosen:
         mounts = ", ".join(mount for _, mount in found) or "none"
@@ -291,49 +284,33 @@ def copy(
     claim, mount = max(chosen, key=lambda pair: len(pair[1]))
     path = source.removeprefix(mount.rstrip("/")).strip("/")
     with sigterm_interrupts():  # so that the reader pod is removed then, too
-        count = copying.copy(kubectl, claim, path, target, templates[-1]["spec"], patience)
+        count = copying.copy(kubectl, claim, path, target, pods[-1], patience)
     print(f"{count} files are in {target}")
 
 
-def _with_templates(name: str, context: str | None, namespace: str | None) -> tuple[Any, Any, list[dict[str, Any]]]:
-    """kubectl, the job on the cluster, and the templates of its pods."""
-    from cputrain.cluster import cluster_job
-
-    kubectl = _kubectl(context, namespace)
-    job = cluster_job.find(kubectl, name)
-    return kubectl, job, job.templates(kubectl)
-
-
-def _kubectl(context: str | None, namespace: str | None) -> Any:
-    from cputrain.cluster import names
-    from cputrain.cluster.kubectl import Kubectl
-
+def _kubectl(context: str | None, namespace: str | None) -> Kubectl:
     if namespace is not None:
-        names.label_1123(namespace, "the namespace")
+        syntax.label_1123(namespace, "the namespace")
     return Kubectl(context, namespace)
 
 
-def _follow(kubectl: Any, name: str) -> int:
+def _follow(kubectl: Kubectl, name: str) -> int:
     """A live table until the job ends; a connection that drops is waited for."""
     from rich.console import Console
     from rich.live import Live
 
     from cputrain.cluster import cluster_job
-    from cputrain.cluster.kubectl import Refused
 
     console, failures = Console(), 0
     with Live(console=console, auto_refresh=False) as live:
         while True:
             try:
-                found = cluster_job.status_of(kubectl, name)
-                failures = 0
+                found, failures = cluster_job.status_of(kubectl, name), 0
+                live.update(cluster_job.status_table(found), refresh=True)
+                if found.job.is_over:
+                    return 0 if found.job.state == "Succeeded" else 1
             except Refused as refusal:
                 failures += 1
                 if refusal.reason != "Unreachable" or failures > _PATIENCE:
                     raise
-                time.sleep(_PAUSE)
-                continue
-            live.update(cluster_job.status_table(found), refresh=True)
-            if found.job.is_over:
-                return 0 if found.job.state == "Succeeded" else 1
             time.sleep(_PAUSE)

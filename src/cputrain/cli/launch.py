@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from cputrain import settings
-from cputrain.cli.app import command, new_app
+from cputrain.cli.app import command, new_app, setting, with_fields
 from cputrain.integrations import notices
 from cputrain.integrations.settings import checked
 from cputrain.launch import config_file, import_path, join, output, plan, ranks
@@ -29,145 +29,98 @@ EXAMPLES = """
 """
 
 
-def _option(name: str, text: str, *others: str, value: str | None = None) -> Any:
-    """As accelerate spells its options, with underscores, and as everybody else does, with hyphens.
+def _setting(text: str, *names: str, **more: Any) -> Any:
+    """An option that may be spelt with underscores, as accelerate does, and with hyphens; `--yes/--no` isn't."""
+    spelt: dict[str, None] = {}
+    for name in names:
+        others = [] if "/" in name else [name.replace("_", "-"), re.sub(r"(?<=\w)-(?=\w)", "_", name)]
+        spelt |= dict.fromkeys([name, *others])
+    return setting(text, *spelt, **more)
 
-    `value` stands for the option's value in the help; else the last word of the name does.
-    """
-    return typer.Option(*_spellings(f"--{name}", *others), help=text, metavar=value)
 
+@dataclass(frozen=True)
+class Options:
+    """Options as they were given; those that a Config has under the same name win over the file's."""
 
-def _spellings(*names: str) -> dict[str, None]:
-    """Each as it is written, and with the other sign between its words."""
-    words = [(name, name.replace("_", "-"), re.sub(r"(?<=\w)-(?=\w)", "_", name)) for name in names]
-    return dict.fromkeys(word for spelt in words for word in spelt)
+    config: Path | None = _setting("A file that `cputrain config` wrote; else the default one.", "--config_file")
+    num_processes: int | None = _setting("Processes in all.", "--num_processes", "-n", metavar="N")
+    ppn: int | None = _setting("Processes on each machine.", "--ppn", metavar="N")
+    hostfile: str | None = _setting(
+        "A file of hosts, one a line: node1, node1:4, node1 slots=4.", "--hostfile", "--mpirun_hostfile", metavar="FILE"
+    )
+    num_machines: int | None = _setting("Machines, if launched on each by hand.", "--num_machines", metavar="N")
+    machine_rank: int | None = _setting("Which of them this is.", "--machine_rank")
+    main_process_ip: str | None = _setting("The address of rank 0.", "--main_process_ip", metavar="ADDRESS")
+    main_process_port: int | None = _setting("The port of rank 0.", "--main_process_port")
+    engine: str | None = _setting("What starts the processes.", "--engine", metavar="|".join(ENGINES))
+    env: list[str] | None = _setting("A variable for every rank; may be repeated.", "--env", metavar="NAME=VALUE")
+    cores_for_communication: int | None = _setting(
+        "Cores of each rank that don't compute.", "--cores-for-communication", "--mpirun_ccl", metavar="N"
+    )
+    allocator: str | None = _setting(
+        "The memory allocator; default: glibc's.", "--allocator", metavar="|".join(ALLOCATORS)
+    )
+    log_dir: str | None = _setting("Write what each rank prints into a file there, too.", "--log_dir", metavar="FOLDER")
+    max_restarts: int | None = _setting("How often to start anew after a failure.", "--max_restarts", metavar="N")
+    mpirun: str | None = _setting("Which mpirun; else the first that is found.", "--mpirun", metavar="PROGRAM")
+    mixed_precision: str | None = _setting(
+        "bf16: as if the script asked for it.", "--mixed_precision", metavar="|".join(PRECISIONS)
+    )
+    use_cpu: bool | None = _setting(
+        "--no-cpu: the script may choose a GPU, and cputrain stays out then.",
+        "--cpu/--no-cpu",
+        " /--no_cpu",
+        "--use_cpu",
+    )
+    ipex: bool | None = _setting("--no-ipex: stock, without cputrain.", "--ipex/--no-ipex", " /--no_ipex")
+    threads: int | None = _setting(
+        "Threads of each rank; else its cores.", "--num_cpu_threads_per_process", metavar="N"
+    )
+    dtype: str | None = _setting(
+        "The number format of matrix products; wins over the script.", "--dtype", metavar="|".join(settings.DTYPES)
+    )
+    padding: str | None = _setting(
+        "keep: stock's padded numbers; else padding is not computed.", "--padding", metavar="|".join(settings.PADDINGS)
+    )
+    grad_compression: str | None = _setting(
+        "bf16: gradients travel at half the size.", "--grad-compression", metavar="|".join(settings.COMPRESSIONS)
+    )
+    balance: str | None = _setting(
+        "off: deal samples to ranks in stock's order; else by length.", "--balance", metavar="|".join(settings.BALANCES)
+    )
+    same_network: bool | None = _setting("", "--same_network", hidden=True)
+    rdzv_backend: str | None = _setting("", "--rdzv_backend", hidden=True)
+    dry: bool = _setting("Print what would run, and where; start nothing.", "--dry-run", default=False)
+    module: bool = _setting("SCRIPT is a module.", "-m", "--module", default=False)
 
 
 @command(app, EXAMPLES, allow_interspersed_args=False)  # what follows the script is the script's
+@with_fields
 def launch(
+    options: Options,
     script: Annotated[str, typer.Argument(metavar="SCRIPT", help="The script to run, or with -m the module.")],
     arguments: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENTS", help="Its arguments.")] = None,
-    config: Annotated[
-        Path | None, _option("config_file", "A file that `cputrain config` wrote; else the default one.")
-    ] = None,
-    num_processes: Annotated[int | None, _option("num_processes", "Processes in all.", "-n", value="N")] = None,
-    ppn: Annotated[int | None, _option("ppn", "Processes on each machine.", value="N")] = None,
-    hostfile: Annotated[
-        str | None,
-        _option(
-            "hostfile", "A file of hosts, one a line: node1, node1:4, node1 slots=4.", "--mpirun_hostfile", value="FILE"
-        ),
-    ] = None,
-    num_machines: Annotated[
-        int | None, _option("num_machines", "Machines, if launched on each by hand.", value="N")
-    ] = None,
-    machine_rank: Annotated[int | None, _option("machine_rank", "Which of them this is.")] = None,
-    main_process_ip: Annotated[
-        str | None, _option("main_process_ip", "The address of rank 0.", value="ADDRESS")
-    ] = None,
-    main_process_port: Annotated[int | None, _option("main_process_port", "The port of rank 0.")] = None,
-    engine: Annotated[str | None, _option("engine", "What starts the processes.", value="|".join(ENGINES))] = None,
-    env: Annotated[
-        list[str] | None,
-        typer.Option("--env", metavar="NAME=VALUE", help="A variable for every rank; may be repeated."),
-    ] = None,
-    cores: Annotated[
-        int | None,
-        _option("cores-for-communication", "Cores of each rank that don't compute.", "--mpirun_ccl", value="N"),
-    ] = None,
-    allocator: Annotated[
-        str | None, _option("allocator", "The memory allocator; default: glibc's.", value="|".join(ALLOCATORS))
-    ] = None,
-    log_dir: Annotated[
-        str | None, _option("log_dir", "Write what each rank prints into a file there, too.", value="FOLDER")
-    ] = None,
-    max_restarts: Annotated[
-        int | None, _option("max_restarts", "How often to start anew after a failure.", value="N")
-    ] = None,
-    mpirun: Annotated[
-        str | None, _option("mpirun", "Which mpirun; else the first that is found.", value="PROGRAM")
-    ] = None,
-    mixed_precision: Annotated[
-        str | None, _option("mixed_precision", "bf16: as if the script asked for it.", value="|".join(PRECISIONS))
-    ] = None,
-    use_cpu: Annotated[
-        bool | None,
-        typer.Option(
-            "--cpu/--no-cpu",
-            " /--no_cpu",
-            *_spellings("--use_cpu"),
-            help="--no-cpu: the script may choose a GPU, and cputrain stays out then.",
-        ),
-    ] = None,
-    ipex: Annotated[
-        bool | None, typer.Option("--ipex/--no-ipex", " /--no_ipex", help="--no-ipex: stock, without cputrain.")
-    ] = None,
-    threads: Annotated[
-        int | None, _option("num_cpu_threads_per_process", "Threads of each rank; else its cores.", value="N")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        _option(
-            "dtype", "The number format of matrix products; wins over the script.", value="|".join(settings.DTYPES)
-        ),
-    ] = None,
-    padding: Annotated[
-        str | None,
-        _option(
-            "padding", "keep: stock's padded numbers; else padding is not computed.", value="|".join(settings.PADDINGS)
-        ),
-    ] = None,
-    compression: Annotated[
-        str | None,
-        _option("grad-compression", "bf16: gradients travel at half the size.", value="|".join(settings.COMPRESSIONS)),
-    ] = None,
-    balance: Annotated[
-        str | None,
-        _option(
-            "balance", "off: deal samples to ranks in stock's order; else by length.", value="|".join(settings.BALANCES)
-        ),
-    ] = None,
-    same_network: Annotated[bool | None, typer.Option(*_spellings("--same_network"), hidden=True)] = None,
-    rdzv_backend: Annotated[str | None, typer.Option(*_spellings("--rdzv_backend"), hidden=True)] = None,
-    dry: Annotated[bool, _option("dry-run", "Print what would run, and where; start nothing.")] = False,
-    module: Annotated[bool, typer.Option("-m", "--module", help="SCRIPT is a module.")] = False,
 ) -> None:
     """Start a training as a configuration file says, as one process or many, here or on other machines.
 
     Options win over the file, and may be spelt with - or _ between their words. What follows the script belongs to it.
     """
-    given = {
-        "num_processes": num_processes,
-        "ppn": ppn,
-        "hostfile": hostfile,
-        "num_machines": num_machines,
-        "machine_rank": machine_rank,
-        "main_process_ip": main_process_ip,
-        "main_process_port": main_process_port,
-        "engine": engine,
-        "env": tuple(env) if env else None,
-        "cores_for_communication": cores,
-        "allocator": allocator,
-        "log_dir": log_dir,
-        "max_restarts": max_restarts,
-        "grad_compression": compression,
-        "balance": balance,
-        "mixed_precision": mixed_precision,
-        "use_cpu": use_cpu,
-        "ipex": ipex,
-        "same_network": same_network,
-        "rdzv_backend": rdzv_backend,
-    }
     notices.show()
-    chosen = _configuration(config, {key: value for key, value in given.items() if value is not None})
-    added, warnings = environment_of(chosen.config, os.environ, threads)
+    chosen = _configuration(options.config, _given(options))
+    added, warnings = environment_of(chosen.config, os.environ, options.threads)
     for warning in warnings:
         logger.warning(warning)
-    for name, value, option in ((settings.DTYPE, dtype, "--dtype"), (settings.PADDING, padding, "--padding")):
-        added |= {name: checked(name, value, option)} if value is not None else {}
-    program = (*(["-m"] if module else []), script, *(arguments or []))
+    for variable, name in ((settings.DTYPE, "dtype"), (settings.PADDING, "padding")):
+        value = getattr(options, name)
+        added |= {variable: checked(variable, value, f"--{name}")} if value is not None else {}
+    program = (*(["-m"] if options.module else []), script, *(arguments or []))
     task = plan.Task(program, os.getcwd(), added, os.environ, os.isatty(2))
-    sys.exit(_launched(chosen, task, mpirun, dry))
+    sys.exit(_launched(chosen, task, options.mpirun, options.dry))
+
+
+def _given(options: Options) -> dict[str, Any]:
+    found = {**vars(options), "env": tuple(options.env or ()) or None}
+    return {name: value for name, value in found.items() if name in Config.__dataclass_fields__ and value is not None}
 
 
 @dataclass(frozen=True)

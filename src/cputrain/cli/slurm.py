@@ -9,8 +9,9 @@ from typing import Annotated
 import typer
 
 from cputrain import text_files
-from cputrain.cli.app import command, new_app, option
-from cputrain.cli.job_options import assignments, name_of, with_fields
+from cputrain.cli.app import command, new_app, option, setting, with_fields
+from cputrain.cli.job_options import assignments, name_of
+from cputrain.cluster import slurm as cluster
 
 app = new_app(
     help="Train on a Slurm cluster: write the batch script, submit it.",
@@ -29,30 +30,28 @@ RENDER_EXAMPLES = """
 class SlurmOptions:
     """Options as they were given, under the names that SlurmJob has for them."""
 
-    name: Annotated[str | None, option("The job's name; else the script's.", "--name")] = None
-    nodes: Annotated[int, option("Nodes.", "--nodes", "-N", metavar="N")] = 1
-    cpus: Annotated[int, option("CPUs of each node.", "--cpus", metavar="N")] = 4
-    tasks: Annotated[
-        int | None, option("Processes of a node; else one for every 64 CPUs.", "--tasks-per-node", metavar="N")
-    ] = None
-    threads: Annotated[int | None, option("Threads of a process; else its share.", "--threads", metavar="N")] = None
-    communication: Annotated[
-        int | None, option("Cores of a process for communication.", "--cores-for-communication", metavar="N")
-    ] = None
-    memory: Annotated[str | None, option("Memory of each node, e.g. 64G.", "--memory", metavar="SIZE")] = None
-    time: Annotated[str | None, option("The limit, e.g. 12:00:00.", "--time", "-t")] = None
-    partition: Annotated[str | None, option("The partition.", "--partition", "-p")] = None
-    account: Annotated[str | None, option("The account.", "--account", "-A")] = None
-    environment: Annotated[
-        list[str] | None, option("A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE")
-    ] = None
-    activate: Annotated[str | None, option("A virtual environment to run in.", "--activate", metavar="FOLDER")] = None
-    requeue: Annotated[
-        bool, option("Queue the job again when a node fails or time is up.", "--requeue/--no-requeue")
-    ] = True
-    resume: Annotated[
-        list[str] | None, option("A word for the script when the job comes back.", "--resume-argument", metavar="WORD")
-    ] = None
+    name: str | None = setting("The job's name; else the script's.", "--name")
+    nodes: int = setting("Nodes.", "--nodes", "-N", metavar="N", default=1)
+    cpus: int = setting("CPUs of each node.", "--cpus", metavar="N", default=4)
+    tasks: int | None = setting("Processes of a node; else one for every 64 CPUs.", "--tasks-per-node", metavar="N")
+    threads: int | None = setting("Threads of a process; else its share.", "--threads", metavar="N")
+    communication: int | None = setting(
+        "Cores of a process for communication.", "--cores-for-communication", metavar="N"
+    )
+    memory: str | None = setting("Memory of each node, e.g. 64G.", "--memory", metavar="SIZE")
+    time: str | None = setting("The limit, e.g. 12:00:00.", "--time", "-t")
+    partition: str | None = setting("The partition.", "--partition", "-p")
+    account: str | None = setting("The account.", "--account", "-A")
+    environment: list[str] | None = setting(
+        "A variable for every process; may be repeated.", "--env", metavar="NAME=VALUE"
+    )
+    activate: str | None = setting("A virtual environment to run in.", "--activate", metavar="FOLDER")
+    requeue: bool = setting(
+        "Queue the job again when a node fails or time is up.", "--requeue/--no-requeue", default=True
+    )
+    resume: list[str] | None = setting(
+        "A word for the script when the job comes back.", "--resume-argument", metavar="WORD"
+    )
 
 
 @command(app, RENDER_EXAMPLES, allow_interspersed_args=False)
@@ -64,8 +63,6 @@ def render(
     out: Annotated[Path | None, option("Write there, not to standard output.", "--out", "-o", metavar="FILE")] = None,
 ) -> None:
     """Write a batch script: what stands after the options is the script and its arguments."""
-    from cputrain.cluster import slurm as cluster
-
     made = {
         "name": name_of(script) if options.name is None else options.name,
         "environment": assignments(options.environment or (), "--env"),
@@ -85,7 +82,5 @@ def submit(
     file: Annotated[Path, typer.Argument(help="The batch script.")],
 ) -> None:
     """Hand a batch script to Slurm."""
-    from cputrain.cluster import slurm as cluster
-
     number = cluster.submit(file)
     print(f"Slurm has the job as number {number}: squeue --job {number}")

@@ -38,22 +38,16 @@ def on_a_terminal(first: str, text: str, indent: int) -> str:
     return filled(text, _width(), first, " " * indent)
 
 
-def help_page(usage: Iterable[str], text: str, lists: Iterable[tuple[str, Rows]], examples: str) -> str:
+def help_page(usage: list[str], text: str, lists: Iterable[tuple[str, Rows]], examples: str) -> str:
     """Usage, a text, lists in two columns, and examples as they are written; without a newline at the end."""
     width = _width()
-    parts = [_usage(usage, width)]
+    starts = ["Usage: ", *["       "] * (len(usage) - 1)]
+    lines = [filled(command, width, start, " " * 11) for start, command in zip(starts, usage, strict=True)]
+    parts = ["\n".join(lines)]
     parts += [filled(" ".join(paragraph.split()), width, "  ") for paragraph in inspect.cleandoc(text).split("\n\n")]
     parts += [f"{title}:\n{_two_columns(rows, width)}" for title, rows in lists if rows]
     parts.append(f"Examples:\n{textwrap.indent(inspect.cleandoc(examples), '  ')}")
     return "\n\n".join(parts)
-
-
-def _usage(commands: Iterable[str], width: int) -> str:
-    lines: list[str] = []
-    for command in commands:
-        start = "Usage: " if not lines else "       "
-        lines.append(filled(command, width, start, "           "))
-    return "\n".join(lines)
 
 
 def _two_columns(rows: Rows, width: int) -> str:

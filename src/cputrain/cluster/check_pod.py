@@ -5,20 +5,14 @@ from __future__ import annotations
 import posixpath
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from fractions import Fraction
 from typing import Any
 
 from cputrain import secrets_in_clear
-from cputrain.cluster import (
-    check_command,
-    kinds,
-    names,
-    quantity,
-)
-from cputrain.cluster.command_words import option, place, processes_of_torchrun, runs_python, words
-from cputrain.cluster.containers import Container, Pod, named
+from cputrain.cluster import check_command, kinds, syntax
+from cputrain.cluster.check_command import option, place, processes_of_torchrun, runs_python, words
+from cputrain.cluster.containers import Container, Pod, named, volumes_of
 from cputrain.cluster.containers import words as word_list
-from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, warning
+from cputrain.cluster.manifest import Problem, Where, hint, mapping, mappings, warning, within
 
 # Variables that are meant for a training, in any container.
 _FOR_RANKS = re.compile(r"OMP_|KMP_|GOMP_|CCL_|HF_|MASTER_|LD_PRELOAD$|TRANSFORMERS_|TOKENIZERS_")
@@ -56,15 +50,15 @@ def _resources(container: Container) -> Iterator[Problem]:
     limits, requests = mapping(container.resources.get("limits")), mapping(container.resources.get("requests"))
     missing = [name for name in ("cpu", "memory") if limits.get(name) is None]
     if missing:
-        have = "has" if len(missing) == 1 else "have"
+        have, them = ("has", "it") if len(missing) == 1 else ("have", "both")
         said = f"{' and '.join(missing)} {have} no limit, so the pod isn't Guaranteed, and its neighbours slow it down"
-        yield hint(where, f"{said}: set {'it' if len(missing) == 1 else 'both'}")
+        yield hint(where, f"{said}: set {them}")
     for name in ("cpu", "memory"):
         limit, request = limits.get(name), requests.get(name)
-        if limit is not None and request is not None and quantity.found(limit) != quantity.found(request):
+        if limit is not None and request is not None and syntax.quantity(limit) != syntax.quantity(request):
             said = f"{name} has limit {limit} and request {request}, so the pod isn't Guaranteed: make them equal"
             yield hint((*where, "requests", name), said)
-    amount = quantity.found(limits.get("cpu"))
+    amount = syntax.quantity(limits.get("cpu"))
     if amount is not None and amount.denominator != 1:
         said = f"cpu {limits['cpu']} is no whole number, and only whole CPUs are pinned: round it"
         yield hint((*where, "limits", "cpu"), said)
@@ -72,41 +66,34 @@ def _resources(container: Container) -> Iterator[Problem]:
 
 def _memory(container: Container) -> Iterator[Problem]:
     """`64M` and `64m` for 64Gi: one letter, a factor of a thousand or more."""
+    trains_python = container.trains and runs_python(container.ranks.command or word_list(container.value))
     for side in ("limits", "requests"):
-        text = mapping(container.resources.get(side)).get("memory")
-        amount, where = quantity.found(text), (*container.where, container.resources_key, side, "memory")
+        text = within(container.resources, side, "memory")
+        amount, where = syntax.quantity(text), (*container.where, container.resources_key, side, "memory")
         if amount is None:
             continue
         meant = re.sub(r"[A-Za-z]+$", "", str(text)) + "Gi"
         if amount < _LEAST:
-            said = f"memory {text} is {quantity.in_words(amount)}, in which no process starts: did you mean {meant}?"
+            said = f"memory {text} is {syntax.size_in_words(amount)}, in which no process starts: did you mean {meant}?"
             yield Problem(where, said)
-        elif amount < _LEAST_FOR_TORCH and side == "limits" and container.trains and _is_python(container):
-            said = f"memory {text} is {quantity.in_words(amount)}, less than importing torch takes"
+        elif amount < _LEAST_FOR_TORCH and side == "limits" and trains_python:
+            said = f"memory {text} is {syntax.size_in_words(amount)}, less than importing torch takes"
             yield warning(where, f"{said}: did you mean {meant}?")
 
 
-def _is_python(container: Container) -> bool:
-    return runs_python(container.ranks.command or word_list(container.value))
-
-
 def _threads(container: Container) -> Iterator[Problem]:
-    limit = quantity.found(mapping(container.ranks.resources.get("limits")).get("cpu"))
-    said = processes_of_torchrun(container)
-    processes = int(said[0]) if said and re.fullmatch(r"\d{1,6}", said[0], re.ASCII) else container.ranks.processes or 1
+    limit = syntax.quantity(within(container.ranks.resources, "limits", "cpu"))
+    found, processes = processes_of_torchrun(container), container.ranks.processes or 1
+    if found and re.fullmatch(r"\d{1,6}", found[0], re.ASCII):
+        processes = int(found[0])
     for where, name, value in _rows(container):
-        if name == "OMP_NUM_THREADS" and re.fullmatch(r"\d{1,6}", value, re.ASCII) and limit is not None:
-            needed = int(value) * processes
-            if needed > limit:
-                yield warning(where, _too_many_threads(processes, value, needed, limit))
-
-
-def _too_many_threads(processes: int, threads: str, needed: int, limit: Fraction) -> str:
-    ranks = f"{processes} processes of" if processes > 1 else "1 process of"
-    return (
-        f"{ranks} {threads} threads need {needed} CPUs, and the pod is limited to {float(limit):g}: threads wait for "
-        "each other; lower OMP_NUM_THREADS"
-    )
+        if name != "OMP_NUM_THREADS" or not re.fullmatch(r"\d{1,6}", value, re.ASCII) or limit is None:
+            continue
+        needed = int(value) * processes
+        ranks = f"{processes} processes of" if processes > 1 else "1 process of"
+        said = f"{ranks} {value} threads need {needed} CPUs, and the pod is limited to {float(limit):g}"
+        if needed > limit:
+            yield warning(where, f"{said}: threads wait for each other; lower OMP_NUM_THREADS")
 
 
 def _variables(container: Container) -> Iterator[Problem]:
@@ -120,33 +107,26 @@ def _variables(container: Container) -> Iterator[Problem]:
             yield warning(where, clear)
         if name == "LD_PRELOAD":
             for library in re.split(r"[:\s]+", value):
-                found = names.without_release(library)
-                said = (
-                    f"{library} is one release's file name, which images don't have, and it is skipped: write {found}"
-                )
-                yield from [warning(where, said)] if found else []
+                if found := syntax.without_release(library):
+                    said = f"{library} is one release's file name, which images don't have, and it is skipped"
+                    yield warning(where, f"{said}: write {found}")
 
 
 def _out_of_reach(container: Container) -> Iterator[Problem]:
     for where, name, _ in _rows(container) if container.where[1:3] == ("mpiReplicaSpecs", "Worker") else ():
         if _FOR_RANKS.match(name):
-            yield warning(
-                where,
-                f"{name} doesn't reach the ranks, which sshd starts without the Worker's variables: set it on the "
-                f"Launcher, and forward it (mpirun -x {name})",
-            )
+            said = f"{name} doesn't reach the ranks, which sshd starts without the Worker's variables"
+            yield warning(where, f"{said}: set it on the Launcher, and forward it (mpirun -x {name})")
 
 
 def _image(container: Container) -> Iterator[Problem]:
     image = container.value.get("image")
     if isinstance(image, str):
         try:
-            names.image(image, "the image")
+            syntax.image(image, "the image")
         except ValueError:
-            yield Problem(
-                (*container.where, "image"),
-                f"{image!r} is not an image's name, so it can't be pulled: write the real one",
-            )
+            said = f"{image!r} is not an image's name, so it can't be pulled: write the real one"
+            yield Problem((*container.where, "image"), said)
 
 
 def _output_folder(container: Container) -> Iterator[Problem]:
@@ -171,16 +151,15 @@ def _output_folder(container: Container) -> Iterator[Problem]:
 
 def _volume_mounts(pod: Pod) -> Iterator[Problem]:
     """The API server refuses a pod that mounts what it doesn't have."""
-    known = {str(mapping(volume).get("name")) for volume in items(pod.spec.get("volumes"))}
-    for key in ("initContainers", "containers"):
+    known, elsewhere = volumes_of(pod.spec), pod.volumes_elsewhere
+    has = f" (it has {', '.join(sorted(known))})" if known else ""
+    for key in ("initContainers", "containers") if elsewhere is not None else ():
         for number, container in named(pod.spec, key):
-            for row, mount in enumerate(map(mapping, items(container.get("volumeMounts")))):
+            for row, mount in enumerate(mappings(container, "volumeMounts")):
                 name = mount.get("name")
-                where = (*pod.where, key, number, "volumeMounts", row)
-                elsewhere = pod.volumes_elsewhere
-                if isinstance(name, str) and elsewhere is not None and name not in known | elsewhere:
-                    has = f" (it has {', '.join(sorted(known))})" if known else ""
+                if isinstance(name, str) and name not in {*known, *(elsewhere or ())}:
                     said = f"there is no volume {name} in this pod{has}"
+                    where = (*pod.where, key, number, "volumeMounts", row)
                     yield Problem(where, f"{said}: write it under volumes, or mount one that is there")
 
 
@@ -188,22 +167,20 @@ def _shared_memory(pod: Pod) -> Iterator[Problem]:
     """/dev/shm of the container that trains: a side car needs none, and a patch may leave it to its runtime."""
     if not pod.trains:
         return
-    known = {str(mapping(volume).get("name")): row for row, volume in enumerate(items(pod.spec.get("volumes")))}
+    known = {str(volume.get("name")): row for row, volume in enumerate(mappings(pod.spec, "volumes"))}
     found = False
     for _, container in named(pod.spec):
-        for mount in map(mapping, items(container.get("volumeMounts"))):
+        for mount in mappings(container, "volumeMounts"):
             if str(mount.get("mountPath")).rstrip("/") == "/dev/shm":
                 found = True
                 row = known.get(str(mount.get("name")))
                 yield from _size_of_shared_memory(pod, row, container) if row is not None else ()
-    if not found and not pod.is_part and "/dev/shm" not in pod.mounted_elsewhere and _has_data_loaders(pod):
-        first = next((number for number, _ in named(pod.spec)), None)
-        if first is not None:
-            yield hint(
-                (*pod.where, "containers", first),
-                "/dev/shm has 64 MiB, and data loaders with workers die of it: mount an emptyDir of medium Memory "
-                "with a sizeLimit there",
-            )
+    first = next((number for number, _ in named(pod.spec)), None)
+    elsewhere = found or pod.is_part or "/dev/shm" in pod.mounted_elsewhere
+    if first is not None and not elsewhere and _has_data_loaders(pod):
+        said = "/dev/shm has 64 MiB, and data loaders with workers die of it"
+        where = (*pod.where, "containers", first)
+        yield hint(where, f"{said}: mount an emptyDir of medium Memory with a sizeLimit there")
 
 
 def _has_data_loaders(pod: Pod) -> bool:
@@ -211,35 +188,24 @@ def _has_data_loaders(pod: Pod) -> bool:
 
     JAX and XGBoost have none, and Flux mounts a /dev/shm of its own.
     """
+    given = any(container.get("command") for _, container in named(pod.spec))
+    has_command = given or bool(pod.command and not pod.command[0].startswith("-"))
     if pod.started_by not in ("torch", "mpi"):
         return False
-    return runs_python(pod.command) or (pod.started_by == "torch" and not _has_command(pod))
-
-
-def _has_command(pod: Pod) -> bool:
-    return any(container.get("command") for _, container in named(pod.spec)) or bool(
-        pod.command and not pod.command[0].startswith("-")
-    )
+    return runs_python(pod.command) or (pod.started_by == "torch" and not has_command)
 
 
 def _size_of_shared_memory(pod: Pod, row: int, container: Mapping[str, Any]) -> Iterator[Problem]:
-    volume, where = mapping(items(pod.spec.get("volumes"))[row]), (*pod.where, "volumes", row)
+    volume, where = mappings(pod.spec, "volumes")[row], (*pod.where, "volumes", row)
     folder = mapping(volume.get("emptyDir"))
-    size, text = quantity.found(folder.get("sizeLimit")), folder.get("sizeLimit")
-    limits = mapping(mapping(pod.resources or container.get("resources")).get("limits"))
-    memory = quantity.found(limits.get("memory"))
+    text, limit = folder.get("sizeLimit"), within(pod.resources or container.get("resources"), "limits", "memory")
+    size, memory = syntax.quantity(text), syntax.quantity(limit)
     if folder.get("medium") == "Memory" and text is None:
-        yield hint(
-            where,
-            "/dev/shm has no sizeLimit, and what fills it counts as the pod's memory until the pod is killed: "
-            "write sizeLimit: 8Gi",
-        )
+        said = "/dev/shm has no sizeLimit, and what fills it counts as the pod's memory until the pod is killed"
+        yield hint(where, f"{said}: write sizeLimit: 8Gi")
     elif "emptyDir" in volume and folder.get("medium") != "Memory":
         yield hint(where, "/dev/shm is a folder on the node's disk: write emptyDir: {medium: Memory, sizeLimit: 8Gi}")
     elif size is not None and memory is not None and size > memory:
-        smaller = quantity.in_mebibytes(int(memory) // 8)
-        yield warning(
-            (*where, "emptyDir", "sizeLimit"),
-            f"/dev/shm may grow to {text}, and counts as memory, of which there is {limits['memory']}: the pod is "
-            f"killed before it is full; write sizeLimit: {smaller}",
-        )
+        said = f"/dev/shm may grow to {text}, and counts as memory, of which there is {limit}"
+        remedy = f"the pod is killed before it is full; write sizeLimit: {syntax.in_mebibytes(int(memory) // 8)}"
+        yield warning((*where, "emptyDir", "sizeLimit"), f"{said}: {remedy}")

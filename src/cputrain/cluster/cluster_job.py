@@ -1,4 +1,4 @@
-"""A job that is on the cluster: its pods, volumes and logs, how far it is, and in words why it doesn't train."""
+"""A job on the cluster: its pods, volumes and logs, its state, and in words why it doesn't train."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from cputrain.cluster import kinds, names
+from cputrain.cluster import kinds, syntax
+from cputrain.cluster.containers import mounted, named
 from cputrain.cluster.kubectl import Kubectl, Refused
-from cputrain.cluster.manifest import items, mapping
+from cputrain.cluster.manifest import mapping, mappings, within
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -33,7 +34,7 @@ class ClusterJob:
         return str(self.value.get("kind"))
 
     @property
-    def _module(self) -> kinds.JobKind:
+    def module(self) -> kinds.JobKind:
         return kinds.BY_NAME[self.kind]
 
     @property
@@ -45,13 +46,8 @@ class ClusterJob:
         return str(mapping(self.value.get("metadata")).get("name"))
 
     @property
-    def selector(self) -> str:
-        """The label that the operator gives all pods of the job."""
-        return f"{self._module.POD_LABEL}={self.name}"
-
-    @property
     def conditions(self) -> list[dict[str, Any]]:
-        return [mapping(row) for row in items(mapping(self.value.get("status")).get("conditions"))]
+        return mappings(self.value, "status", "conditions")
 
     @property
     def state(self) -> str:
@@ -67,44 +63,36 @@ class ClusterJob:
     @property
     def pods_wanted(self) -> int:
         """How many pods must run before ranks can meet."""
-        return self._module.pods_wanted(self._spec)
+        counts = [within(self._spec, *place) for place in self.module.PODS]
+        return next((count for count in counts if isinstance(count, int)), 1)
 
     @property
     def processes(self) -> int:
         """Ranks of each pod."""
-        count = self._module.processes_per_pod(self._spec) or 1
+        count = within(self._spec, *self.module.PROCESSES) or 1
         return int(count) if str(count).isdecimal() else 1
 
     @property
     def shares_logs(self) -> bool:
         """Whether several ranks write into one log."""
-        return self._module.ONE_LOG or self.processes > 1
+        return self.module.ONE_LOG or self.processes > 1
 
-    @property
-    def resource(self) -> str:
-        return kinds.resource(self._module)
-
-    @property
-    def rendered_beside(self) -> tuple[str, ...]:
-        return self._module.RENDERED_BESIDE
-
-    def templates(self, kubectl: Kubectl) -> list[dict[str, Any]]:
-        """The templates of its pods."""
-        return self._module.templates(self._spec, kubectl)
+    def pod_specs(self, kubectl: Kubectl) -> list[dict[str, Any]]:
+        return kinds.pod_specs(self.value, kubectl)
 
     def pod_of_rank(self, pods: list[dict[str, Any]], rank: int) -> str:
         """The name of the pod whose log has what a rank wrote; `pods` are in the order of their numbers."""
-        size = self.processes * (self.pods_wanted if self._module.ONE_LOG else len(pods))
-        found = self._module.pods_of_rank(self._spec, pods, rank, self.processes)
+        size = self.processes * (self.pods_wanted if self.module.ONE_LOG else len(pods))
+        found = self.module.pods_with_logs(self._spec, pods)
         if not found or not 0 <= rank < size:
             why = f"the ranks end at {size - 1}" if pods else "there are no pods yet"
             raise ValueError(f"rank {rank} has no pod: {why}.")
-        return str(found[0]["metadata"]["name"])
+        return str(found[0 if self.module.ONE_LOG else rank // self.processes]["metadata"]["name"])
 
 
 def find(kubectl: Kubectl, name: str) -> ClusterJob:
     """The job of this name, whatever its kind. The kinds that a cluster lacks aren't asked for."""
-    names.subdomain(name, "the job's name")
+    syntax.subdomain(name, "the job's name")
     known = {(version.partition("/")[0], kind) for version, kind in kubectl.kinds()}
     asked = [module for module in kinds.JOBS.values() if (module.API.partition("/")[0], module.KIND) in known]
     if not asked:
@@ -119,7 +107,7 @@ def find(kubectl: Kubectl, name: str) -> ClusterJob:
 
 def pods(kubectl: Kubectl, job: ClusterJob) -> list[dict[str, Any]]:
     """The job's pods, workers in the order of their numbers."""
-    found = kubectl.json("get", "pods", f"--selector={job.selector}")["items"]
+    found = kubectl.json("get", "pods", f"--selector={job.module.POD_LABEL}={job.name}")["items"]
     return sorted(found, key=lambda pod: _order(pod["metadata"]["name"]))
 
 
@@ -128,27 +116,19 @@ def _order(name: str) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in name.split("-")]
 
 
-def claims(pod_or_template: dict[str, Any]) -> list[tuple[str, str]]:
-    """(claim, mount path) of every claim that a pod mounts."""
-    spec = mapping(pod_or_template.get("spec"))
-    by_volume = {
-        mapping(volume).get("name"): mapping(mapping(volume).get("persistentVolumeClaim")).get("claimName")
-        for volume in items(spec.get("volumes"))
-    }
-    found = []
-    for container in items(spec.get("containers")):
-        for mount in items(mapping(container).get("volumeMounts")):
-            claim = by_volume.get(mapping(mount).get("name"))
-            if claim:
-                found.append((str(claim), str(mapping(mount).get("mountPath"))))
-    return list(dict.fromkeys(found))
+def claims(pod: dict[str, Any]) -> list[tuple[str, str]]:
+    """(claim, mount path) of every claim that a pod of this specification mounts."""
+    mounts = [mounted(container, pod) for _, container in named(pod)]
+    rows = [
+        (within(volume, "persistentVolumeClaim", "claimName"), path) for each in mounts for path, volume in each.items()
+    ]
+    return list(dict.fromkeys((str(claim), path) for claim, path in rows if claim))
 
 
 def has_claim(kubectl: Kubectl, name: str, *where: str) -> bool:
     """Whether a claim exists: a job may wait for ever for one that was never made."""
-    return bool(
-        kubectl.run("get", "persistentvolumeclaims", name, "--ignore-not-found", "--output=name", *where).strip()
-    )
+    found = kubectl.run("get", "persistentvolumeclaims", name, "--ignore-not-found", "--output=name", *where)
+    return bool(found.strip())
 
 
 def show_log(command: list[str], rank: int, say: Callable[[str], None]) -> int:
@@ -174,8 +154,8 @@ class Status:
 def status_of(kubectl: Kubectl, name: str) -> Status:
     job = find(kubectl, name)
     found = pods(kubectl, job)
-    mounted = sorted({claim for pod in found for claim, _ in claims(pod)})
-    volumes = [_claim_of(kubectl, claim) for claim in mounted]
+    names = sorted({claim for pod in found for claim, _ in claims(mapping(pod.get("spec")))})
+    volumes = [_claim_of(kubectl, claim) for claim in names]
     return Status(job, [_row(pod) for pod in found], list(troubles_of_job(job, found, volumes)))
 
 
@@ -190,8 +170,8 @@ def _claim_of(kubectl: Kubectl, name: str) -> dict[str, Any]:
 
 def _row(pod: dict[str, Any]) -> tuple[str, ...]:
     status = mapping(pod.get("status"))
-    restarts = sum(int(mapping(row).get("restartCount") or 0) for row in items(status.get("containerStatuses")))
-    node = str(mapping(pod.get("spec")).get("nodeName") or "–")
+    restarts = sum(int(row.get("restartCount") or 0) for row in mappings(status, "containerStatuses"))
+    node = str(within(pod, "spec", "nodeName") or "–")
     return pod["metadata"]["name"], str(status.get("phase") or "Pending"), str(restarts), node, trouble_of_pod(pod)
 
 
@@ -223,58 +203,57 @@ def _conditions(job: ClusterJob) -> list[str]:
 def trouble_of_pod(pod: dict[str, Any]) -> str:
     """One pod's trouble, or nothing."""
     status = mapping(pod.get("status"))
-    for container in [*items(status.get("initContainerStatuses")), *items(status.get("containerStatuses"))]:
-        said = _of_container(mapping(container), pod)
-        if said:
+    for container in [*mappings(status, "initContainerStatuses"), *mappings(status, "containerStatuses")]:
+        if said := _of_container(container, pod):
             return said
     if status.get("reason") == "Evicted":
         return f"evicted by its node: {status.get('message') or 'without a reason'}"
     if status.get("phase") == "Pending":
-        return _pending(items(status.get("conditions")))
+        return _pending(mappings(status, "conditions"))
     return ""
 
 
 def _of_container(container: dict[str, Any], pod: dict[str, Any]) -> str:
-    state, last = mapping(container.get("state")), mapping(container.get("lastState"))
-    waiting = mapping(state.get("waiting"))
-    ended = mapping(state.get("terminated")) or mapping(last.get("terminated"))
-    reason = waiting.get("reason")
-    if ended.get("reason") == "OOMKilled":
-        return f"killed for using more memory than its limit{_limit(pod)}: raise --memory, or take smaller batches"
+    waiting, last = mapping(within(container, "state", "waiting")), within(container, "lastState", "terminated")
+    ended, reason = mapping(within(container, "state", "terminated")), waiting.get("reason")
+    if (ended or mapping(last)).get("reason") == "OOMKilled":
+        limits = [within(each, "resources", "limits", "memory") for each in mappings(pod, "spec", "containers")]
+        limit = next((f" of {each}" for each in limits if each), "")
+        return f"killed for using more memory than its limit{limit}: raise --memory, or take smaller batches"
     if reason in _PULLING:
         why = str(waiting.get("message") or "").rstrip(".") or "no reason given"
         return f"the image {container.get('image')} can't be pulled ({why}): check its name, and --pull-secret"
     if reason == "CrashLoopBackOff":
-        code, count = ended.get("exitCode", "?"), container.get("restartCount", 0)
+        code, count = (ended or mapping(last)).get("exitCode", "?"), container.get("restartCount", 0)
         return f"ends with exit code {code} and was started {count} times again: see cputrain k8s logs"
     if reason in ("CreateContainerConfigError", "CreateContainerError", "RunContainerError"):
         return f"the container can't be made: {waiting.get('message') or reason}"
-    code = mapping(state.get("terminated")).get("exitCode")
-    return f"ended with exit code {code}: see cputrain k8s logs" if code else ""
+    return f"ended with exit code {ended['exitCode']}: see cputrain k8s logs" if ended.get("exitCode") else ""
 
 
-def _limit(pod: dict[str, Any]) -> str:
-    for container in items(mapping(pod.get("spec")).get("containers")):
-        limit = mapping(mapping(mapping(container).get("resources")).get("limits")).get("memory")
-        if limit:
-            return f" of {limit}"
-    return ""
+# What the scheduler says of a pod that no node takes, what that means, and what to do.
+_NOT_PLACED = (
+    (
+        r"PersistentVolumeClaim|persistentvolumeclaim",
+        "its volume isn't there",
+        "create the claim, or see why it isn't bound",
+    ),
+    (r"untolerated taint", "nodes are kept for others", "give --toleration"),
+    (r"node affinity/selector|node selector", "no node has the labels that were asked for", "check --node-selector"),
+)
 
 
-def _pending(conditions: list[Any]) -> str:
-    scheduled = next((row for row in map(mapping, conditions) if row.get("type") == "PodScheduled"), {})
+def _pending(conditions: list[dict[str, Any]]) -> str:
+    scheduled = next((row for row in conditions if row.get("type") == "PodScheduled"), {})
     message = str(scheduled.get("message") or "")
     if scheduled.get("status") != "False":
         return ""
     short = sorted(set(re.findall(r"(?:\d+ )?Insufficient ([\w./-]+)", message)))
     if short:
         return f"no node has enough {' and '.join(short)} left ({message.rstrip('.')}): ask for less, or wait"
-    if "PersistentVolumeClaim" in message or "persistentvolumeclaim" in message:
-        return f"its volume isn't there ({message.rstrip('.')}): create the claim, or see why it isn't bound"
-    if "untolerated taint" in message:
-        return f"nodes are kept for others ({message.rstrip('.')}): give --toleration"
-    if "node affinity/selector" in message or "node selector" in message:
-        return f"no node has the labels that were asked for ({message.rstrip('.')}): check --node-selector"
+    for pattern, meaning, remedy in _NOT_PLACED:
+        if re.search(pattern, message):
+            return f"{meaning} ({message.rstrip('.')}): {remedy}"
     return f"no node takes it: {message.rstrip('.')}" if message else "no node has taken it yet"
 
 
@@ -286,10 +265,9 @@ def troubles_of_job(job: ClusterJob, pods: list[dict[str, Any]], claims: list[di
         if row.get("type") == "Failed" and row.get("status") == "True" and row.get("message"):
             yield f"failed: {row['message']}"
     for claim in claims:
-        phase = mapping(claim.get("status")).get("phase")
+        name, phase = within(claim, "metadata", "name"), within(claim, "status", "phase")
         if phase != "Bound":
-            name = mapping(claim.get("metadata")).get("name")
             yield f"the volume claim {name} is {phase or 'not there'}, not Bound: check its storage class and size"
-    running = sum(mapping(pod.get("status")).get("phase") == "Running" for pod in pods)
+    running = sum(within(pod, "status", "phase") == "Running" for pod in pods)
     if pods and 0 < running < job.pods_wanted and not job.is_over:
         yield f"the rendezvous isn't formed: {running} of {job.pods_wanted} pods run, and wait for the others"

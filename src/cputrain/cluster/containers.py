@@ -7,9 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, within
+from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, mappings, within
 
 Manifest = dict[str, Any]
+_REPLICAS = ("pytorchReplicaSpecs", "mpiReplicaSpecs")
 _RESTART = ("Always", "OnFailure", "Never", "ExitCode")
 
 
@@ -30,6 +31,11 @@ class Ranks:
     elastic: tuple[int, int] | None = None
     # Which volume is mounted where; None if that stands in a runtime that isn't here.
     mounts: Mapping[str, dict[str, Any]] | None = None
+
+    @property
+    def programs(self) -> set[str]:
+        """The words of the command without their folders."""
+        return {word.rsplit("/", 1)[-1] for word in self.command}
 
     @property
     def has_gpus(self) -> bool:
@@ -74,7 +80,7 @@ class Pod:
     command: Sequence[str] = ()
     started_by: str = "torch"
     # What a TrainJob gives its training in place of the runtime's.
-    resources: Mapping[str, Any] = field(default_factory=dict)
+    resources: dict[str, Any] = field(default_factory=dict)
 
 
 _NO_RANKS = Ranks(None, 1, {}, True)
@@ -92,35 +98,25 @@ def words(container: dict[str, Any]) -> list[str]:
 
 
 def main_container(pod: dict[str, Any]) -> dict[str, Any]:
-    """The container in which ranks run or are started."""
-    return next((container for number, container in named(pod) if _is_main(pod, number)), {})
+    """Where ranks run or are started: in the container that the operators know by name, and else in the first."""
+    found = items(pod.get("containers"))
+    known = [container for container in found if mapping(container).get("name") == "pytorch"]
+    return mapping((known or found or [None])[0])
 
 
-def _is_main(pod: dict[str, Any], number: int) -> bool:
-    """The operators train in the container that they know by name, and else in the first."""
-    known = [place for place, container in named(pod) if container.get("name") == "pytorch"]
-    return number == (known[0] if known else 0)
+def chooses_nodes(*pods: dict[str, Any]) -> bool:
+    return any(pod.get("nodeSelector") or pod.get("affinity") for pod in pods)
 
 
-def chooses_nodes(pod: dict[str, Any]) -> bool:
-    return bool(pod.get("nodeSelector") or pod.get("affinity"))
-
-
-def volume_names(*specs: dict[str, Any]) -> frozenset[str]:
-    return frozenset(str(mapping(volume).get("name")) for spec in specs for volume in items(spec.get("volumes")))
+def volumes_of(*specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The volumes by their names; `specs` are pods or parts of pods."""
+    return {str(volume.get("name")): volume for spec in specs for volume in mappings(spec, "volumes")}
 
 
 def mounted(container: dict[str, Any], *specs: dict[str, Any]) -> dict[str, dict[str, Any]]:
     """The volume at each path of a container; `specs` are the pods or parts of pods that may declare it."""
-    volumes = {str(mapping(row).get("name")): mapping(row) for spec in specs for row in items(spec.get("volumes"))}
-    mounts = map(mapping, items(container.get("volumeMounts")))
+    volumes, mounts = volumes_of(*specs), mappings(container, "volumeMounts")
     return {str(mount.get("mountPath")): volumes.get(str(mount.get("name")), {}) for mount in mounts}
-
-
-def mount_paths(pod: dict[str, Any]) -> Iterator[str]:
-    for _, container in named(pod):
-        for mount in items(container.get("volumeMounts")):
-            yield str(mapping(mount).get("mountPath"))
 
 
 def idle(where: Where, value: dict[str, Any]) -> Container:
@@ -149,19 +145,20 @@ def of_replicas(manifest: Manifest, key: str, started_by: str) -> Iterator[Conta
         here, pod = ("spec", key, name, "template", "spec"), mapping(within(replica, "template", "spec"))
         # The Launcher's command and variables are for the ranks, which run in the Workers.
         place = worker if name == "Launcher" else pod
+        main = main_container(pod)
         for number, container in named(pod):
             holder = main_container(worker) if name == "Launcher" else container
             ranks = Ranks(
                 processes, replicas_of(manifest), mapping(holder.get("resources")), chooses_nodes(place),
                 words(container), told, started_by, _elastic(spec), mounted(holder, place),
             )  # fmt: skip
-            yield Container((*here, "containers", number), container, ranks, _is_main(pod, number))
+            yield Container((*here, "containers", number), container, ranks, container is main)
         yield from init_containers(pod, here)
 
 
 def pods_of_replicas(manifest: Manifest) -> Iterator[Pod]:
     starter = {"PyTorchJob": "torch", "MPIJob": "mpi"}.get(str(manifest.get("kind")), "")
-    for key in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
+    for key in _REPLICAS:
         replicas = mapping(within(manifest, "spec", key))
         for name, replica in replicas.items():
             pod = mapping(within(replica, "template", "spec"))
@@ -172,16 +169,10 @@ def pods_of_replicas(manifest: Manifest) -> Iterator[Pod]:
             )  # fmt: skip
 
 
-def templates_of_replicas(spec: dict[str, Any], key: str) -> list[dict[str, Any]]:
-    return [mapping(mapping(replica).get("template")) for replica in mapping(spec.get(key)).values()]
-
-
 def replicas_of(manifest: Manifest) -> int:
     """How many pods train; an MPIJob's Launcher doesn't."""
-    counts = []
-    for key in ("pytorchReplicaSpecs", "mpiReplicaSpecs"):
-        rows = mapping(within(manifest, "spec", key)).items()
-        counts += [mapping(replica).get("replicas", 1) for name, replica in rows if name != "Launcher"]
+    replicas = [row for key in _REPLICAS for row in mapping(within(manifest, "spec", key)).items()]
+    counts = [mapping(replica).get("replicas", 1) for name, replica in replicas if name != "Launcher"]
     return sum(count for count in counts if isinstance(count, int))
 
 
@@ -191,30 +182,32 @@ def _elastic(spec: dict[str, Any]) -> tuple[int, int] | None:
     return (least, most) if type(least) is int and type(most) is int and 1 <= least <= most else None
 
 
-def check_replicas(replicas: dict[str, Any], where: Where, known: set[str]) -> Iterator[Problem]:
-    for name, replica in replicas.items():
+def check_replicas(spec: dict[str, Any], key: str, known: set[str], container: str | None) -> Iterator[Problem]:
+    """`known`: the kinds of replica that the operator knows; `container`: the name of the one that it looks for."""
+    for name, replica in mapping(spec.get(key)).items():
+        where = ("spec", key, name)
         if name not in known:
-            near = next((key for key in known if key.lower() == name.lower()), None)
+            near = next((word for word in known if word.lower() == name.lower()), None)
             remedy = f"write {near}" if near else f"the operator knows {' and '.join(sorted(known))}"
-            yield Problem((*where, name), f"{name} is no kind of replica: {remedy}")
+            yield Problem(where, f"{name} is no kind of replica: {remedy}")
         policy, count = mapping(replica).get("restartPolicy"), mapping(replica).get("replicas")
         if isinstance(policy, str) and policy not in _RESTART:
-            yield Problem(
-                (*where, name, "restartPolicy"), f"restartPolicy must be one of {', '.join(_RESTART)}, found {policy}"
-            )
+            said = f"restartPolicy must be one of {', '.join(_RESTART)}, found {policy}"
+            yield Problem((*where, "restartPolicy"), said)
         if isinstance(count, int) and count < 1:
-            yield Problem((*where, name, "replicas"), f"replicas must be at least 1, found {count}: write 1")
+            yield Problem((*where, "replicas"), f"replicas must be at least 1, found {count}: write 1")
+        yield from _check_containers(replica, where, container)
 
 
-def check_containers(replica: dict[str, Any], where: Where, name: str | None) -> Iterator[Problem]:
+def _check_containers(replica: Any, where: Where, name: str | None) -> Iterator[Problem]:
     here: Where = (*where, "template", "spec", "containers")
-    containers = items(within(replica, "template", "spec", "containers"))
+    containers = mappings(replica, "template", "spec", "containers")
     if not containers:
         yield Problem(where, "there is no container: write template.spec.containers")
-    elif name and name not in [mapping(container).get("name") for container in containers]:
+    elif name and name not in [container.get("name") for container in containers]:
         yield Problem((*here, 0, "name"), f"the operator looks for a container called {name}: rename this one")
     for number, container in enumerate(containers):
-        if not mapping(container).get("image"):
+        if not container.get("image"):
             yield Problem((*here, number), "the container has no image: write one")
 
 
@@ -223,14 +216,12 @@ def check_restarts(spec: dict[str, Any], key: str, often: str) -> Iterator[Probl
     for name, replica in replicas.items():
         if "restartPolicy" in mapping(within(replica, "template", "spec")):
             used = mapping(replica).get("restartPolicy") or ("OnFailure" if key == "pytorchReplicaSpecs" else "Never")
-            yield hint(
-                ("spec", key, name, "template", "spec", "restartPolicy"),
-                f"restartPolicy of the pod is overwritten by that of the replica ({used}): remove it here, and write "
-                "what is meant beside replicas",
-            )
+            said = f"restartPolicy of the pod is overwritten by that of the replica ({used})"
+            where: Where = ("spec", key, name, "template", "spec", "restartPolicy")
+            yield hint(where, f"{said}: remove it here, and write what is meant beside replicas")
     never = bool(replicas) and all(mapping(replica).get("restartPolicy") == "Never" for replica in replicas.values())
     # A Job makes new pods in place of those that failed, whatever the policy of the pod.
     forever = not never or key == "mpiReplicaSpecs"
     if within(spec, "runPolicy", "backoffLimit") is None and forever:
-        where: Where = ("spec", "runPolicy") if "runPolicy" in spec else ("spec",)
+        where = ("spec", "runPolicy") if "runPolicy" in spec else ("spec",)
         yield hint(where, f"backoffLimit is missing, so {often}: write runPolicy: {{backoffLimit: 3}}")

@@ -7,12 +7,11 @@ import posixpath
 import shutil
 import subprocess
 import tarfile
-import tempfile
-import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile, mkdtemp
 from typing import IO, Any
 from uuid import uuid4
 
@@ -60,7 +59,7 @@ def copy(kubectl: Kubectl, claim: str, path: str, target: Path, trained: dict[st
     if path.startswith("/") or ".." in path.split("/") or "\0" in path:
         raise ValueError(f"the path must lie in the volume, found {path!r}.")
     with _reader(kubectl, reader(f"cputrain-reader-{uuid4().hex[:8]}", claim, trained), patience) as name:
-        beside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
+        beside = Path(mkdtemp(prefix=f".{target.name}.", dir=target.resolve().parent))
         try:
             _unpack(kubectl, name, path, beside)
             beside.chmod(0o755)
@@ -112,44 +111,30 @@ def _extract(stream: _Stream, folder: Path) -> None:
         raise ValueError(f"what came from the volume can't be written here: {error.strerror}.") from None
 
 
-class _LastWords:
-    """Reads all that kubectl and `tar` complain of, and keeps the end: unread, they would wait for us."""
-
-    def __init__(self, source: IO[bytes]) -> None:
-        self._source = source
-        self._lines: deque[bytes] = deque(maxlen=10)
-        self._thread = threading.Thread(target=self._read, daemon=True)
-        self._thread.start()
-
-    def _read(self) -> None:
-        while line := self._source.readline(1000):
-            self._lines.append(line)
-
-    def text(self) -> str:
-        """When the process has ended."""
-        self._thread.join()
-        return b"".join(self._lines).decode(errors="replace").strip()
-
-
 def _unpack(kubectl: Kubectl, pod: str, path: str, folder: Path) -> None:
     source = posixpath.join(_MOUNT, path)
     command = kubectl.command("exec", pod, "--container=reader", "--", "tar", "-C", source, "-cf", "-", ".")
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    # Complaints go to a file: kubectl would wait for a pipe that isn't read.
+    with TemporaryFile() as complaints, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=complaints) as process:
         assert process.stdout
-        assert process.stderr
-        stream, said = _Stream(process.stdout), _LastWords(process.stderr)
+        stream = _Stream(process.stdout)
         try:
             _extract(stream, folder)
         except tarfile.TarError as error:
             process.kill()
-            if said.text():
-                raise refusal(said.text()) from None
+            process.wait()
+            if said := _last_lines(complaints):
+                raise refusal(said) from None
             raise ValueError(f"what came from the volume can't be unpacked safely: {error}.") from None
         except BaseException:
             process.kill()
             raise
-        complaint = said.text()
-    if process.returncode:
-        raise refusal(complaint)
+        if process.wait():
+            raise refusal(_last_lines(complaints))
     if not stream.is_whole:
         raise ValueError("the connection dropped before all had come: try again.")
+
+
+def _last_lines(file: IO[bytes]) -> str:
+    file.seek(0)
+    return b"".join(deque(file, maxlen=10))[-10_000:].decode(errors="replace").strip()

@@ -13,19 +13,22 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain import text_files
-from cputrain.cluster import names
+from cputrain.cluster import syntax
 
 UV_CPU = "--torch-backend cpu"  # as in README's line for users: no index has to be named
 # By these a folder is known as the source tree of cputrain.
 _PARTS = ("pyproject.toml", "CMakeLists.txt", "csrc", "src/cputrain")
 BUILDERS = ("docker", "podman", "buildah")
 # MPIJob's launcher and workers talk through ssh; the other kinds need neither.
-_MPI_PACKAGES = {
-    None: (),
-    "openmpi": ("openmpi-bin", "openssh-client", "openssh-server"),
-    "mpich": ("mpich", "openssh-client", "openssh-server"),
-    "intel": ("openssh-client", "openssh-server"),
-}
+_SSH = ("openssh-client", "openssh-server")
+_MPI_PACKAGES = {None: (), "openmpi": ("openmpi-bin", *_SSH), "mpich": ("mpich", *_SSH), "intel": _SSH}
+_TORCH = (
+    "# uv knows where PyTorch's CPU builds are. Others are for CUDA: they take gigabytes and compute nothing here.",
+    'ARG TORCH_INDEX=""',
+    'RUN if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir --index-url "$TORCH_INDEX" torch; \\',
+    "    else pip install --no-cache-dir uv \\",
+    f'     && uv pip install --python "$(command -v python)" --no-cache {UV_CPU} torch; fi',
+)
 _EXTRAS = r"(?:\[[A-Za-z0-9,._-]+\])?"
 _REQUIREMENT = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]*{_EXTRAS}(?:[=<>!~]=?[A-Za-z0-9.*+!]+)?", re.ASCII)
 _WHEEL = re.compile(rf"(?P<file>.*\.whl)(?P<extras>{_EXTRAS})", re.ASCII | re.DOTALL)
@@ -48,14 +51,16 @@ class Image:
     user: int = 1000
 
     def __post_init__(self) -> None:
-        names.image(self.base, "the base image")
-        names.image(self.tag, "the image's tag")
+        syntax.image(self.base, "the base image")
+        syntax.image(self.tag, "the image's tag")
         if self.mpi not in _MPI_PACKAGES:
             raise ValueError(f"the MPI must be openmpi, mpich or intel, found {self.mpi!r}.")
         if not 1 <= self.user < 2**31:
             raise ValueError(f"the user's number must be 1 or more, found {self.user}.")
         for file in self.files:
-            _check_inside(file)
+            outside = file.startswith(("/", "-", "!")) or ".." in file.split("/")
+            if not file or outside or not file.isprintable():
+                raise ValueError(f"{file!r} must lie in the build's folder, and be named from there.")
         names_inside = [Path(file).name for file in self.workspace]
         if len(set(names_inside)) < len(names_inside):
             raise ValueError(f"two of {', '.join(self.workspace)} would have one name in /workspace: rename one.")
@@ -76,12 +81,6 @@ class Image:
         return [file for file in (self.wheel, self.requirements, *self.workspace) if file is not None]
 
 
-def _check_inside(file: str) -> None:
-    parts = file.split("/")
-    if not file or file.startswith(("/", "-", "!")) or ".." in parts or not file.isprintable():
-        raise ValueError(f"{file!r} must lie in the build's folder, and be named from there.")
-
-
 def dockerfile(image: Image) -> str:
     packages = ("libgoogle-perftools4", *_MPI_PACKAGES[image.mpi])
     lines = [
@@ -96,7 +95,7 @@ def dockerfile(image: Image) -> str:
         *([" && mkdir -p /run/sshd \\"] if image.mpi else []),
         " && rm -rf /var/lib/apt/lists/*",
         "",
-        *_torch(),
+        *_TORCH,
         "",
         *_cputrain(image),
         "",
@@ -111,16 +110,6 @@ def dockerfile(image: Image) -> str:
         "",
     ]
     return "\n".join(lines)
-
-
-def _torch() -> list[str]:
-    return [
-        "# uv knows where PyTorch's CPU builds are. Others are for CUDA: they take gigabytes and compute nothing here.",
-        'ARG TORCH_INDEX=""',
-        'RUN if [ -n "$TORCH_INDEX" ]; then pip install --no-cache-dir --index-url "$TORCH_INDEX" torch; \\',
-        "    else pip install --no-cache-dir uv \\",
-        f'     && uv pip install --python "$(command -v python)" --no-cache {UV_CPU} torch; fi',
-    ]
 
 
 def _cputrain(image: Image) -> list[str]:
@@ -152,8 +141,7 @@ def dockerignore(image: Image) -> str:
     return "\n".join(["*", *(f"!{file}" for file in image.files), ""])
 
 
-def commands(image: Image, folder: Path, builder: str, torch_index: str | None) -> tuple[list[str], list[str]]:
-    """How to build and how to push."""
+def build_and_push(image: Image, folder: Path, builder: str, torch_index: str | None) -> tuple[list[str], list[str]]:
     build = [builder, "build", "--tag", image.tag]
     build += ["--build-arg", f"TORCH_INDEX={torch_index}"] if torch_index else []
     return [*build, str(folder)], [builder, "push", image.tag]
@@ -184,7 +172,6 @@ def check_target(image: Image, folder: Path) -> None:
 
 
 def write(image: Image, folder: Path) -> list[Path]:
-    """Dockerfile and .dockerignore."""
     check_target(image, folder)
     target = folder / "Dockerfile"
     text_files.write(folder / ".dockerignore", dockerignore(image))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from posixpath import basename, join
 
 from cputrain import secrets_in_clear
 from cputrain.authentication import TOKEN
-from cputrain.cluster import names, quantity
+from cputrain.cluster import syntax
 
 KINDS = ("pytorchjob", "trainjob", "mpijob")
 PULL_POLICIES = ("Always", "IfNotPresent", "Never")
@@ -111,30 +112,30 @@ class Job:
         _check_script(self)
 
     @property
+    def most_pods(self) -> int:
+        return max(self.workers, self.elastic[1] if self.elastic else 1)
+
+    @property
     def sizing(self) -> Sizing:
-        machines = max(self.workers, self.elastic[1] if self.elastic else 1)
-        return size_of_cpus(self.cpu_count, machines, self.processes, self.threads, self.communication)
+        return size_of_cpus(self.cpu_count, self.most_pods, self.processes, self.threads, self.communication)
 
     @property
     def makes_token(self) -> bool:
         """Whether the job brings a Secret: ranks in several pods need one, unless the user has given another."""
-        several = max(self.workers, self.elastic[1] if self.elastic else 1) > 1
-        return bool(self.token) and several and all(secret.name != TOKEN for secret in self.secrets)
+        return bool(self.token) and self.most_pods > 1 and all(secret.name != TOKEN for secret in self.secrets)
 
     @property
     def cpu_count(self) -> int:
-        return quantity.whole_cpus(self.cpus, "CPUs per pod")
+        return syntax.whole_cpus(self.cpus, "CPUs per pod")
 
     @property
     def shared_memory_size(self) -> str:
         """An eighth of the memory, at most 8 Gi: data loaders pass batches through it, and it counts as memory."""
-        if self.shared_memory:
-            return self.shared_memory
-        return quantity.in_mebibytes(min(8 * 2**30, quantity.bytes_of(self.memory, "memory") // 8))
+        eighth = syntax.bytes_of(self.memory, "memory") // 8
+        return self.shared_memory or syntax.in_mebibytes(min(8 * 2**30, eighth))
 
     @property
     def script_path(self) -> str:
-        """Where the script lies in the container."""
         return join(SCRIPTS, basename(self.script)) if self.script_text is not None else self.script
 
 
@@ -143,36 +144,38 @@ def _check_kind(job: Job) -> None:
         raise ValueError(f"the kind must be {', '.join(KINDS)} or auto, found {job.kind!r}.")
     if job.elastic and job.kind != "pytorchjob":
         raise ValueError(f"{job.kind}s can't change their size: --elastic needs --kind pytorchjob.")
-    if job.mpi not in MPI:
-        raise ValueError(f"the MPI must be one of {', '.join(MPI)}, found {job.mpi!r}.")
-    if job.pull_policy not in PULL_POLICIES:
-        raise ValueError(f"the pull policy must be one of {', '.join(PULL_POLICIES)}, found {job.pull_policy!r}.")
+    _check_choice(job.mpi, "the MPI", MPI)
+    _check_choice(job.pull_policy, "the pull policy", PULL_POLICIES)
+
+
+def _check_choice(value: str, what: str, choices: Iterable[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{what} must be one of {', '.join(choices)}, found {value!r}.")
 
 
 def _check_names(job: Job) -> None:
     # Pods are called <name>-worker-12, <name>-launcher-x7k2p or <name>-node-0-12-x7k2p, and that is a DNS label.
-    numbers = len(str(max(job.workers, job.elastic[1] if job.elastic else 1)))
+    numbers = len(str(job.most_pods))
     room = {"pytorchjob": 8 + numbers, "mpijob": max(8 + numbers, 15), "trainjob": 14 + numbers}[job.kind]
-    names.label_1035(job.name, "the job's name", 63 - room)
-    names.image(job.image, "the image")
-    if job.namespace is not None:
-        names.label_1123(job.namespace, "the namespace")
-    if job.priority_class is not None:
-        names.subdomain(job.priority_class, "the priority class")
-    if job.service_account is not None:
-        names.subdomain(job.service_account, "the service account")
-    for secret in job.pull_secrets:
-        names.subdomain(secret, "an image pull secret")
+    syntax.label_1035(job.name, "the job's name", 63 - room)
+    syntax.image(job.image, "the image")
+    for check, name, what in (
+        (syntax.label_1123, job.namespace, "the namespace"),
+        (syntax.subdomain, job.priority_class, "the priority class"),
+        (syntax.subdomain, job.service_account, "the service account"),
+        *((syntax.subdomain, secret, "an image pull secret") for secret in job.pull_secrets),
+    ):
+        if name is not None:
+            check(name, what)
 
 
 def _check_workers(job: Job) -> None:
-    whole = (
+    for what, value, least, most in (
         ("workers", job.workers, 1, 10_000),
         ("max restarts", job.max_restarts, 0, 1_000_000),
         ("the backoff limit", job.backoff_limit, 0, 1_000_000),
         ("the user's number", job.user, 1, 2**31 - 1),
-    )
-    for what, value, least, most in whole:
+    ):
         if not least <= value <= most:
             raise ValueError(f"{what} must be {least} to {most}, found {value}.")
     if job.elastic:
@@ -185,47 +188,46 @@ def _check_workers(job: Job) -> None:
 def _check_resources(job: Job) -> None:
     if job.cpu_count > 10_000:
         raise ValueError(f"CPUs per pod must be at most 10000, found {job.cpus}.")
-    memory = quantity.bytes_of(job.memory, "memory")
+    memory = syntax.bytes_of(job.memory, "memory")
     if memory < 64 * 2**20:
         raise ValueError(f"memory must be at least 64Mi, found {job.memory!r}: importing torch takes more.")
-    if quantity.bytes_of(job.shared_memory_size, "shared memory") >= memory:
-        raise ValueError(
-            f"shared memory of {job.shared_memory} counts against the pod's memory of {job.memory}: it must be less."
-        )
+    if syntax.bytes_of(job.shared_memory_size, "shared memory") >= memory:
+        said = f"shared memory of {job.shared_memory} counts against the pod's memory of {job.memory}"
+        raise ValueError(f"{said}: it must be less.")
     if job.volume:
         _check_volume(job.volume)
     _ = job.sizing
 
 
 def _check_volume(volume: Volume) -> None:
-    names.subdomain(volume.claim, "the volume claim's name")
-    mount = names.folder(names.text(volume.mount, "the mount path"), "the mount path")
+    syntax.subdomain(volume.claim, "the volume claim's name")
+    mount = syntax.folder(syntax.text(volume.mount, "the mount path"), "the mount path")
     if any(taken == mount or taken.startswith(f"{mount}/") for taken in (HOME, SCRIPTS, "/dev/shm", "/etc/mpi")):
         raise ValueError(f"the volume can't be mounted at {mount}, where the job has files of its own.")
     if volume.size:
-        quantity.bytes_of(volume.size, "the volume's size")
+        syntax.bytes_of(volume.size, "the volume's size")
     if volume.storage_class is not None:
-        names.subdomain(volume.storage_class, "the storage class")
+        syntax.subdomain(volume.storage_class, "the storage class")
 
 
 def _check_environment(job: Job) -> None:
     seen = set()
     for name in [*(name for name, _ in job.environment), *(secret.name for secret in job.secrets)]:
-        names.environment(name, "a variable's name")
+        syntax.environment(name, "a variable's name")
         if name in seen:
             raise ValueError(f"the variable {name} is set twice.")
         if name in _OPERATORS or name.startswith(_OPERATORS_PREFIXES):
             raise ValueError(f"the variable {name} is set by the operator: leave it out.")
         seen.add(name)
     for name, value in job.environment:
-        names.text(value, f"the variable {name}")
+        syntax.text(value, f"the variable {name}")
         if value and (secrets_in_clear.is_secret_name(name) or secrets_in_clear.looks_secret(value)):
             raise ValueError(f"the variable {name} holds a secret in clear: give --secret-env {name}=SECRET/KEY.")
     if "OMP_NUM_THREADS" in seen:
         raise ValueError("threads per process are set with --threads, not with the variable OMP_NUM_THREADS.")
     for secret in job.secrets:
-        names.subdomain(secret.secret, f"the secret of {secret.name}")
-        names.key(secret.key, f"the secret's key of {secret.name}")
+        syntax.subdomain(secret.secret, f"the secret of {secret.name}")
+        syntax.key(secret.key, f"the secret's key of {secret.name}")
     _check_preload(job)
     if not job.log_level.isascii() or not job.log_level.isalpha():
         raise ValueError(f"the log level must be a word such as INFO, found {job.log_level!r}.")
@@ -233,52 +235,47 @@ def _check_environment(job: Job) -> None:
 
 def _check_preload(job: Job) -> None:
     for library in job.preload:
-        names.text(library, "a library to preload")
+        syntax.text(library, "a library to preload")
         if not library or any(letter in library for letter in ": \t\n"):
             raise ValueError(f"a library to preload must be one name or path without blanks or colons: {library!r}.")
-        if general := names.without_release(library):
-            raise ValueError(
-                f"{library!r} is one release's file name, which images don't have: give --preload {general}."
-            )
+        if general := syntax.without_release(library):
+            said = f"{library!r} is one release's file name, which images don't have"
+            raise ValueError(f"{said}: give --preload {general}.")
 
 
 def _check_placement(job: Job) -> None:
     seen = set()
     for key, value in job.node_selector:
-        names.label_key(key, "a node selector's key")
-        names.label_value(value, f"the node selector's value of {key}")
+        syntax.label_key(key, "a node selector's key")
+        syntax.label_value(value, f"the node selector's value of {key}")
         if key in seen:
             raise ValueError(f"the node selector {key} is given twice.")
         seen.add(key)
     for toleration in job.tolerations:
-        names.label_key(toleration.key, "a toleration's key")
-        names.label_value(toleration.value or "", f"the toleration's value of {toleration.key}")
-        if toleration.effect is not None and toleration.effect not in EFFECTS:
-            raise ValueError(f"a toleration's effect must be one of {', '.join(EFFECTS)}, found {toleration.effect!r}.")
+        syntax.label_key(toleration.key, "a toleration's key")
+        syntax.label_value(toleration.value or "", f"the toleration's value of {toleration.key}")
+        if toleration.effect is not None:
+            _check_choice(toleration.effect, "a toleration's effect", EFFECTS)
 
 
 def _check_script(job: Job) -> None:
-    if not names.text(job.script, "the script") or job.script.startswith("-"):
+    if not syntax.text(job.script, "the script") or job.script.startswith("-"):
         raise ValueError(f"the script must be a path, found {job.script!r}: `-- SCRIPT ARGS…` stands last.")
     for argument in (*job.launch_options, *job.arguments):
-        names.text(argument, "an argument")
+        syntax.text(argument, "an argument")
         if secrets_in_clear.looks_secret(argument):
             raise ValueError("an argument holds a token in clear: give it as a variable with --secret-env.")
     if job.kind == "trainjob" and 1 + len(job.launch_options) + len(job.arguments) > 128:
         raise ValueError(f"a TrainJob takes at most 128 arguments, found {len(job.arguments)}: put them into a file.")
     if job.script_text is not None:
-        names.key(basename(job.script), "the script's file name")
-        names.text(job.script_text, "the script")
+        syntax.key(basename(job.script), "the script's file name")
+        syntax.text(job.script_text, "the script")
         if len(job.script_text.encode()) > _LARGEST_SCRIPT:
             raise ValueError("the script is larger than 900 KiB, more than a ConfigMap holds: put it into the image.")
 
 
 def size_of_cpus(
-    cpus: int,
-    machines: int,
-    processes: int | None = None,
-    threads: int | None = None,
-    communication: int | None = None,
+    cpus: int, machines: int, processes: int | None, threads: int | None, communication: int | None
 ) -> Sizing:
     """What the user left open follows from the CPUs; what doesn't fit into them is refused."""
     for what, value, least in (
@@ -293,13 +290,11 @@ def size_of_cpus(
         raise ValueError(f"{here} processes don't fit into {cpus} CPUs: each needs one of its own.")
     each = cpus // here
     if communication is None:
-        spare = each - threads if threads else each
-        several = machines > 1 and each >= _SPARE_FROM
-        communication = 1 if several and spare >= 1 else 0
+        is_spare = threads is None or each > threads
+        communication = int(machines > 1 and each >= _SPARE_FROM and is_spare)
     chosen = threads or each - communication
     if chosen < 1 or here * (chosen + communication) > cpus:
-        raise ValueError(
-            f"{here} processes of {max(chosen, 1)} threads and {communication} cores for communication need "
-            f"{here * (max(chosen, 1) + communication)} CPUs, and the pod has {cpus}."
-        )
+        said = f"{here} processes of {max(chosen, 1)} threads and {communication} cores for communication"
+        needed = here * (max(chosen, 1) + communication)
+        raise ValueError(f"{said} need {needed} CPUs, and the pod has {cpus}.")
     return Sizing(here, chosen, communication)

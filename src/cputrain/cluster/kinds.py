@@ -10,7 +10,7 @@ from cputrain.cluster import mpijob, pytorchjob, training_runtime, trainjob
 from cputrain.cluster.containers import Container, Manifest, Pod, pods_of_replicas, replicas_of
 from cputrain.cluster.job import Job
 from cputrain.cluster.kubectl import Kubectl
-from cputrain.cluster.manifest import Problem, mapping
+from cputrain.cluster.manifest import Problem, mapping, within
 
 
 class JobKind(Protocol):
@@ -21,16 +21,14 @@ class JobKind(Protocol):
     POD_LABEL: str  # the operator gives it to all pods of a job, with the job's name
     ONE_LOG: bool  # whether all ranks write through one pod
     RENDERED_BESIDE: tuple[str, ...]  # resources of the operator's that are made and deleted with a job
+    PODS: tuple[tuple[str, ...], ...]  # where in a spec the number of pods may stand before ranks can meet
+    PROCESSES: tuple[str, ...]  # where the number of processes of a pod stands
 
     def documents(self, job: Job) -> list[dict[str, Any]]: ...
     def containers(self, manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]: ...
     def problems(self, manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]: ...
-    def pods_wanted(self, spec: dict[str, Any]) -> int: ...  # before ranks can meet
-    def processes_per_pod(self, spec: dict[str, Any]) -> Any: ...  # as the manifest has it
-    def pods_of_rank(
-        self, spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int
-    ) -> list[dict[str, Any]]: ...  # the first one has the rank's log
-    def templates(self, spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]: ...
+    # In the order of the ranks.
+    def pods_with_logs(self, spec: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]: ...
 
 
 # By the word for --kind, in the order in which `auto` takes them.
@@ -38,6 +36,7 @@ JOBS: dict[str, JobKind] = {"trainjob": trainjob, "pytorchjob": pytorchjob, "mpi
 BY_NAME = {module.KIND: module for module in JOBS.values()}
 NAMES = tuple(BY_NAME)
 _RUNTIMES = ("TrainingRuntime", "ClusterTrainingRuntime")
+_CHECKED: dict[str, Any] = {**BY_NAME, **dict.fromkeys(_RUNTIMES, training_runtime)}
 _JOB_NAME = re.compile(r"[a-z](?:[-a-z0-9]*[a-z0-9])?")
 _RUNTIME_NAME = re.compile(r"[a-z0-9](?:[-.a-z0-9]*[a-z0-9])?")
 
@@ -62,23 +61,26 @@ def choose(kubectl: Kubectl, elastic: bool) -> tuple[str, str]:
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
     """`others`: the manifests beside it; a TrainJob and its runtime are one job."""
-    kind = str(manifest.get("kind"))
-    if kind in BY_NAME:
-        yield from BY_NAME[kind].containers(manifest, others)
-    elif kind in _RUNTIMES:
-        yield from training_runtime.containers(manifest, others)
+    module = _CHECKED.get(str(manifest.get("kind")))
+    yield from module.containers(manifest, others) if module else ()
 
 
 def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
     yield from pods_of_replicas(manifest)
-    if manifest.get("kind") == "TrainJob":
-        yield from trainjob.pods(manifest, others)
-    elif manifest.get("kind") in _RUNTIMES:
-        yield from training_runtime.pods(manifest, others)
+    module = _CHECKED.get(str(manifest.get("kind")))
+    yield from module.pods(manifest, others) if module in (trainjob, training_runtime) else ()
 
 
-def pods_of(manifest: Manifest, others: Sequence[Manifest] = ()) -> int:
-    """How many pods train."""
+def pod_specs(job: Manifest, kubectl: Kubectl) -> list[dict[str, Any]]:
+    """The specifications of a job's pods. Those of a TrainJob stand in its runtime."""
+    if job.get("kind") != "TrainJob":
+        return [pod.spec for pod in pods_of_replicas(job)]
+    reference = mapping(within(job, "spec", "runtimeRef"))
+    resource = f"{str(reference.get('kind')).lower()}s.trainer.kubeflow.org"
+    return training_runtime.pod_specs(kubectl.json("get", resource, str(reference.get("name"))))
+
+
+def pods_that_train(manifest: Manifest, others: Sequence[Manifest] = ()) -> int:
     is_train_job = manifest.get("kind") == "TrainJob"
     return training_runtime.nodes_of(manifest, others) if is_train_job else replicas_of(manifest)
 
@@ -88,27 +90,24 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 
     Nothing for other kinds. What isn't even of the right type is left to the schema.
     """
-    kind = str(manifest.get("kind"))
-    if kind in BY_NAME:
+    module = _CHECKED.get(str(manifest.get("kind")))
+    if module:
         yield from _name(manifest)
-        yield from BY_NAME[kind].problems(manifest, others)
-    elif kind in _RUNTIMES:
-        yield from _name(manifest)
-        yield from training_runtime.problems(manifest, others)
+        yield from module.problems(manifest, others)
 
 
 def _name(manifest: dict[str, Any]) -> Iterator[Problem]:
-    metadata, is_runtime = mapping(manifest.get("metadata")), manifest.get("kind") in _RUNTIMES
-    where, name = ("metadata", "name"), metadata.get("name")
-    form = _RUNTIME_NAME if is_runtime else _JOB_NAME
+    where, name = ("metadata", "name"), within(manifest, "metadata", "name")
+    form, others, said = _JOB_NAME, r"[^-a-z0-9]", "letters, digits and hyphens, a letter first"
+    if manifest.get("kind") in _RUNTIMES:
+        form, others, said = _RUNTIME_NAME, r"[^-.a-z0-9]", "letters, digits, hyphens and dots"
     if name is None:
-        if not metadata.get("generateName"):
+        if not within(manifest, "metadata", "generateName"):
             yield Problem(("metadata",), "the name is missing: write metadata: {name: …}")
     elif not isinstance(name, str):
         yield Problem(where, "the name must be a string: write it in quotes")
     elif not form.fullmatch(name):
-        said = "letters, digits, hyphens and dots" if is_runtime else "letters, digits and hyphens, a letter first"
-        likely = re.sub(r"[^-.a-z0-9]" if is_runtime else r"[^-a-z0-9]", "-", name.lower()).strip("-.")
+        likely = re.sub(others, "-", name.lower()).strip("-.")
         remedy = f": write {likely}" if form.fullmatch(likely) else ""
         yield Problem(where, f"the name must be lower-case {said}, found {name!r}{remedy}")
     else:
@@ -117,9 +116,10 @@ def _name(manifest: dict[str, Any]) -> Iterator[Problem]:
 
 def _length(manifest: dict[str, Any], name: str) -> Iterator[Problem]:
     """Pods and services are called after the job, and such a name has at most 63 characters."""
-    kind, last = manifest.get("kind"), max(0, pods_of(manifest) - 1)
-    ending = {"TrainJob": f"-node-0-{last}-abcde"}.get(str(kind), f"-worker-{last}")
-    most = 253 if kind in _RUNTIMES else 63 - len(ending)
+    last = max(0, pods_that_train(manifest) - 1)
+    ending = f"-node-0-{last}-abcde" if manifest.get("kind") == "TrainJob" else f"-worker-{last}"
+    most, why = 63 - len(ending), f" ({name[:10]}…{ending} must fit in 63)"
+    if manifest.get("kind") in _RUNTIMES:
+        most, why = 253, ""
     if len(name) > most:
-        why = "" if kind in _RUNTIMES else f" ({name[:10]}…{ending} must fit in 63)"
         yield Problem(("metadata", "name"), f"the name is too long: it has {len(name)} characters{why}; use {most}")

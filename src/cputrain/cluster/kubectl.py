@@ -71,8 +71,9 @@ def refusal(stderr: str) -> Refused:
         return Refused(reason, f"the cluster refused: {said}{remedy}.")
     if re.search(r"invalid configuration: no configuration|current-context is not set|localhost:8080", text):
         return Refused("NoCluster", "kubectl has no cluster to talk to: set KUBECONFIG or --context.")
+    said = text.removeprefix("error: ").rstrip(".")
     if re.search(r"context .* does not exist", text):
-        return Refused("NoCluster", f"kubectl doesn't know that context: {text.removeprefix('error: ').rstrip('.')}.")
+        return Refused("NoCluster", f"kubectl doesn't know that context: {said}.")
     if re.search(r"refused|Unable to connect|no such host|i/o timeout|EOF|reset by peer|unexpected end", text):
         return Refused("Unreachable", f"the cluster can't be reached: {text.rstrip('.')}.")
-    return Refused("Kubectl", f"kubectl failed: {text.removeprefix('error: ').rstrip('.') or 'without a word'}.")
+    return Refused("Kubectl", f"kubectl failed: {said or 'without a word'}.")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from io import StringIO
 from typing import Any
@@ -39,6 +39,11 @@ def within(value: Any, *keys: str) -> Any:
     return value
 
 
+def mappings(value: Any, *keys: str) -> list[dict[str, Any]]:
+    """The items of the list at a path of keys; one that is no mapping counts as empty."""
+    return [mapping(item) for item in items(within(value, *keys))]
+
+
 @dataclass(frozen=True)
 class Problem:
     """What is wrong, and the path of where."""
@@ -54,11 +59,6 @@ def warning(where: Where, sentence: str) -> Problem:
 
 def hint(where: Where, sentence: str) -> Problem:
     return Problem(where, sentence, HINT)
-
-
-def reaches(severity: str, threshold: str) -> bool:
-    """Whether a finding is at least as grave as `threshold`."""
-    return SEVERITIES.index(severity) <= SEVERITIES.index(threshold)
 
 
 @dataclass(frozen=True)
@@ -245,21 +245,21 @@ def _decorated(value: Any, indent: int) -> Any:
     """The same data in ruamel's types, with notes as comments and strings quoted where YAML could misread them."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
 
+    made: Any
+    rows: Iterable[tuple[Any, Any]]
+    if isinstance(value, str):
+        return _string(value)
     if isinstance(value, Mapping):
-        made = CommentedMap()
-        for key, item in value.items():
-            made[_string(key)] = _decorated(item.value if isinstance(item, Noted) else item, indent + 2)
-            if isinstance(item, Noted):
-                made.yaml_set_comment_before_after_key(_string(key), before=item.note, indent=indent)
-        return made
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        items = CommentedSeq()
-        for number, item in enumerate(value):
-            items.append(_decorated(item.value if isinstance(item, Noted) else item, indent + 2))
-            if isinstance(item, Noted):
-                items.yaml_set_comment_before_after_key(number, before=item.note, indent=indent)
-        return items
-    return _string(value) if isinstance(value, str) else value
+        made, rows = CommentedMap(), [(_string(key), item) for key, item in value.items()]
+    elif isinstance(value, Sequence):
+        made, rows = CommentedSeq([None] * len(value)), enumerate(value)
+    else:
+        return value
+    for key, item in rows:
+        made[key] = _decorated(item.value if isinstance(item, Noted) else item, indent + 2)
+        if isinstance(item, Noted):
+            made.yaml_set_comment_before_after_key(key, before=item.note, indent=indent)
+    return made
 
 
 def _string(value: str) -> str:

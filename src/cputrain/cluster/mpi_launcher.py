@@ -27,13 +27,6 @@ _IMAGES = ("PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV", "LANG", "I_MP
 _INTEL = Path(sys.prefix, "bin", "mpiexec.hydra")
 
 
-def ssh_configuration(folder: str, known_hosts: str) -> str:
-    return (
-        f"Host *\n  Port {SSH_PORT}\n  IdentityFile {folder}/id_rsa\n  UserKnownHostsFile {known_hosts}\n"
-        "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 30\n"
-    )
-
-
 def found(mpi: str) -> Mpi:
     """Debian names them so that both can be installed."""
     program = (str(_INTEL) if mpi == "intel" and _INTEL.exists() else shutil.which(f"mpirun.{mpi}")) or "mpirun"
@@ -62,9 +55,13 @@ def environment(mpi: Mpi, inherited: Mapping[str, str], configuration: str, mast
 
 def _write_ssh_configuration(home: Path, folder: str) -> str:
     """Every worker's sshd shows the job's own key, so one line knows them all and nothing is taken on trust."""
-    (home / "known_hosts").write_text(f"* {Path(folder, 'id_rsa.pub').read_text()}")
-    (home / "ssh_config").write_text(ssh_configuration(folder, str(home / "known_hosts")))
-    return str(home / "ssh_config")
+    known_hosts, configuration = home / "known_hosts", home / "ssh_config"
+    known_hosts.write_text(f"* {Path(folder, 'id_rsa.pub').read_text()}")
+    configuration.write_text(
+        f"Host *\n  Port {SSH_PORT}\n  IdentityFile {folder}/id_rsa\n  UserKnownHostsFile {known_hosts}\n"
+        "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  BatchMode yes\n  ConnectTimeout 30\n"
+    )
+    return str(configuration)
 
 
 def main(words: list[str]) -> None:

@@ -6,24 +6,17 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
-from cputrain.cluster.command_words import COUNT, MPIRUN, Word, calls, option, place, words
-from cputrain.cluster.containers import (
-    Container,
-    Manifest,
-    check_containers,
-    check_replicas,
-    check_restarts,
-    of_replicas,
-    templates_of_replicas,
-)
+from cputrain.cluster.check_command import COUNT, MPIRUN, Word, calls, option, place, words
+from cputrain.cluster.containers import Container, Manifest, check_replicas, check_restarts, of_replicas
 from cputrain.cluster.job import HOME, MPI, Job
-from cputrain.cluster.kubectl import Kubectl
 from cputrain.cluster.manifest import Noted, Problem, Where, mapping, plain, warning, within
 
 API, KIND = "kubeflow.org/v2beta1", "MPIJob"
 POD_LABEL = "training.kubeflow.org/job-name"
 ONE_LOG = True
 RENDERED_BESIDE: tuple[str, ...] = ()
+PODS: tuple[tuple[str, ...], ...] = (("mpiReplicaSpecs", "Worker", "replicas"),)
+PROCESSES: tuple[str, ...] = ("slotsPerWorker",)
 SSH_PORT = 2222
 # Not /root/.ssh: there the operator gives the key a mode that only root can read.
 SSH_FOLDER = f"{HOME}/.ssh"
@@ -32,12 +25,12 @@ SSH_FOLDER = f"{HOME}/.ssh"
 _OWN_PLACES = (
     "--oversubscribe", "-oversubscribe", "--hostfile", "-hostfile", "-f", "--host", "-host", "-H",
     "--host-discovery-script", "-ppn", "-N",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 _WITH_TWO_VALUES = ("mca", "gmca", "prtemca", "pmixmca", "genv", "env")
 _WITHOUT_VALUE = (
     "allow-run-as-root", "oversubscribe", "tag-output", "timestamp-output", "report-bindings", "display-map", "v",
     "verbose", "q", "l", "nolocal", "bynode", "byslot", "print-all-exitcodes", "prepend-rank", "genvall", "envall",
-)  # fmt: skip  # fmt: skip
+)  # fmt: skip
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
@@ -69,7 +62,7 @@ def _launcher(job: Job) -> dict[str, Any]:
     return {
         "replicas": 1,
         "restartPolicy": Noted("Never", "a launcher that fails is made anew, and the old one's log stays"),
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container], with_data=False)},
+        "template": pod.template(job, container, with_data=False),
     }
 
 
@@ -82,11 +75,7 @@ def _worker(job: Job) -> dict[str, Any]:
         "readinessProbe": {"tcpSocket": {"port": SSH_PORT}, "periodSeconds": 2},
         "resources": pod.resources(job),
     }
-    return {
-        "replicas": job.workers,
-        "restartPolicy": "OnFailure",
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
-    }
+    return {"replicas": job.workers, "restartPolicy": "OnFailure", "template": pod.template(job, container)}
 
 
 def sshd_arguments() -> list[str]:
@@ -104,23 +93,10 @@ def sshd_arguments() -> list[str]:
     return words + [word for name, value in options.items() for word in ("-o", f"{name}={value}")]
 
 
-def pods_wanted(spec: dict[str, Any]) -> int:
-    count = within(spec, "mpiReplicaSpecs", "Worker", "replicas")
-    return count if isinstance(count, int) else 1
-
-
-def processes_per_pod(spec: dict[str, Any]) -> Any:
-    return spec.get("slotsPerWorker")
-
-
-def pods_of_rank(spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int) -> list[dict[str, Any]]:
+def pods_with_logs(spec: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """All ranks write through the launcher. The last one counts: a launcher that failed is followed by another."""
     started = [pod for pod in pods if "-launcher" in pod["metadata"]["name"]]
     return sorted(started, key=lambda pod: str(pod["metadata"].get("creationTimestamp")))[-1:]
-
-
-def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
-    return templates_of_replicas(spec, "mpiReplicaSpecs")
 
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
@@ -141,9 +117,8 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     replicas = mapping(spec.get("mpiReplicaSpecs"))
     here: Where = ("spec", "mpiReplicaSpecs")
-    yield from check_replicas(replicas, here, {"Launcher", "Worker"})
+    yield from check_replicas(spec, "mpiReplicaSpecs", {"Launcher", "Worker"}, None)
     for name, replica in replicas.items():
-        yield from check_containers(mapping(replica), (*here, name), None)
         policy = mapping(replica).get("restartPolicy")
         if policy in ("Always", "ExitCode"):
             yield Problem((*here, name, "restartPolicy"), f"an MPIJob doesn't take {policy}: write Never or OnFailure")
@@ -154,7 +129,7 @@ def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     if isinstance(spec.get("slotsPerWorker"), int) and spec["slotsPerWorker"] < 1:
         said = "slotsPerWorker must be at least 1: write the number of ranks of a Worker"
         yield Problem(("spec", "slotsPerWorker"), said)
-    clean = mapping(spec.get("runPolicy")).get("cleanPodPolicy")
+    clean = within(spec, "runPolicy", "cleanPodPolicy")
     if clean not in (None, "None", "Running", "All"):
         yield Problem(("spec", "runPolicy", "cleanPodPolicy"), f"there is no {clean!r}: write None, Running or All")
 

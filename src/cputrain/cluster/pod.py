@@ -22,22 +22,20 @@ _MEANT = re.compile(r"\$\$+|\$(?=\(|[^\x00-\x7f])")
 
 
 def metadata(job: Job, name: str | None = None) -> Mapping:
-    made: Mapping = {"name": name or job.name}
-    if job.namespace is not None:
-        made["namespace"] = job.namespace
-    return {**made, "labels": labels(job)}
+    place = {} if job.namespace is None else {"namespace": job.namespace}
+    return {"name": name or job.name, **place, "labels": labels(job)}
 
 
 def labels(job: Job) -> Mapping:
     return {"app.kubernetes.io/managed-by": "cputrain", "app.kubernetes.io/instance": job.name}
 
 
-def pod_metadata(job: Job, extra: Mapping | None = None) -> Mapping:
+def _pod_metadata(job: Job) -> Mapping:
     note = "a mesh's proxy would end the rendezvous' connections, and never end itself"
     return {
         # Istio reads the label today and the annotation in older releases.
         "annotations": {"sidecar.istio.io/inject": Noted("false", note)},
-        "labels": {**labels(job), "sidecar.istio.io/inject": "false", **(extra or {})},
+        "labels": {**labels(job), "sidecar.istio.io/inject": "false"},
     }
 
 
@@ -53,12 +51,9 @@ def arguments(job: Job) -> list[str]:
 def variables(job: Job) -> list[Any]:
     """Variables in a fixed order; the user's come last and win over ours of the same name."""
     users = {*dict(job.environment), *(secret.name for secret in job.secrets)}
-    rows: list[Any] = []
-    for name, value, note in _our_variables(job):
-        if name not in users:
-            row = {"name": name, "value": escape(value)}
-            rows.append(Noted(row, note) if note else row)
-    rows += [{"name": name, "value": escape(value)} for name, value in job.environment]
+    ours = [(_variable(name, value), note) for name, value, note in _our_variables(job) if name not in users]
+    rows: list[Any] = [Noted(row, note) if note else row for row, note in ours]
+    rows += [_variable(name, value) for name, value in job.environment]
     rows += [_secret(secret.name, secret.secret, secret.key) for secret in job.secrets]
     return rows + ([_secret(authentication.TOKEN, token_name(job), TOKEN_KEY)] if job.makes_token else [])
 
@@ -67,10 +62,9 @@ def _our_variables(job: Job) -> Iterator[tuple[str, str, str]]:
     """Name, value and why it is set."""
     sizing = job.sizing
     shares = f"{job.cpu_count} CPUs for {sizing.processes} of these, {sizing.communication} of each for communication"
-    counted = f"{shares}; OpenMP itself would count the node's CPUs"
+    counted, asked = f"{shares}; OpenMP itself would count the node's CPUs", "threads of each process, as asked for"
     yield "HOME", HOME, "the image's own home may belong to another user"
     yield "LOGLEVEL", job.log_level, ""
-    asked = "threads of each process, as asked for"
     yield "OMP_NUM_THREADS", str(sizing.threads), counted if job.threads is None else asked
     if sizing.communication:
         yield "CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"
@@ -79,6 +73,10 @@ def _our_variables(job: Job) -> Iterator[tuple[str, str, str]]:
         yield "HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"
     if job.preload:
         yield "LD_PRELOAD", ":".join(job.preload), "the loader says so in the log if one isn't in the image"
+
+
+def _variable(name: str, value: str) -> Mapping:
+    return {"name": name, "value": escape(value)}
 
 
 def _secret(name: str, secret: str, key: str) -> Mapping:
@@ -104,40 +102,37 @@ def container(job: Job, name: str, with_data: bool = True) -> Mapping:
         "image": job.image,
         "imagePullPolicy": job.pull_policy,
         "securityContext": {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}},
-        "volumeMounts": _mounts(job, with_data),
+        "volumeMounts": [mount for mount, _ in _volumes(job, with_data)],
     }
 
 
-def _mounts(job: Job, with_data: bool) -> list[Mapping]:
-    mounts: list[Mapping] = [{"name": "home", "mountPath": HOME}]
-    if with_data:
-        mounts.append({"name": "shared-memory", "mountPath": "/dev/shm"})
-        if job.volume:
-            mounts.append({"name": "data", "mountPath": job.volume.mount})
-        if job.script_text is not None:
-            mounts.append({"name": "script", "mountPath": SCRIPTS, "readOnly": True})
-    return mounts
+def _volumes(job: Job, with_data: bool) -> Iterator[tuple[Mapping, Any]]:
+    """The mount of each volume, and the volume."""
+    yield {"name": "home", "mountPath": HOME}, {"name": "home", "emptyDir": {"sizeLimit": "10Gi"}}
+    if not with_data:
+        return
+    memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": job.shared_memory_size}}
+    note = "data loaders pass batches through /dev/shm, 64 MiB without this; it counts as the pod's memory"
+    yield {"name": "shared-memory", "mountPath": "/dev/shm"}, Noted(memory, note)
+    if job.volume:
+        claim = {"claimName": job.volume.claim}
+        yield {"name": "data", "mountPath": job.volume.mount}, {"name": "data", "persistentVolumeClaim": claim}
+    if job.script_text is not None:
+        mount = {"name": "script", "mountPath": SCRIPTS, "readOnly": True}
+        yield mount, {"name": "script", "configMap": {"name": script_map_name(job)}}
 
 
-def spec(job: Job, containers: list[Mapping], with_data: bool = True) -> Mapping:
-    """The pod's specification around its container. No restartPolicy: the operators overwrite it."""
-    made: Mapping = {
-        "securityContext": Noted(
-            {
-                "runAsNonRoot": True,
-                "runAsUser": job.user,
-                "runAsGroup": job.user,
-                "fsGroup": job.user,
-                "fsGroupChangePolicy": "OnRootMismatch",
-                "seccompProfile": {"type": "RuntimeDefault"},
-            },
-            'the "restricted" pod security standard; fsGroup makes the volume writable for this user',
-        ),
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "containers": containers,
-        "volumes": _volumes(job, with_data),
+def template(job: Job, container: Mapping, with_data: bool = True, **more: Any) -> Mapping:
+    """The pod around its container. No restartPolicy but in `more`: most operators overwrite it."""
+    standard = {
+        "runAsNonRoot": True,
+        "runAsUser": job.user,
+        "runAsGroup": job.user,
+        "fsGroup": job.user,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": {"type": "RuntimeDefault"},
     }
+    note = 'the "restricted" pod security standard; fsGroup makes the volume writable for this user'
     placement = {
         "nodeSelector": dict(job.node_selector),
         "tolerations": [_toleration(item.key, item.value, item.effect) for item in job.tolerations],
@@ -145,26 +140,21 @@ def spec(job: Job, containers: list[Mapping], with_data: bool = True) -> Mapping
         "serviceAccountName": job.service_account,
         "imagePullSecrets": [{"name": name} for name in job.pull_secrets],
     }
-    return {**made, **{key: value for key, value in placement.items() if value}}
+    spec = {
+        **more,
+        "securityContext": Noted(standard, note),
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "containers": [container],
+        "volumes": [volume for _, volume in _volumes(job, with_data)],
+        **{key: value for key, value in placement.items() if value},
+    }
+    return {"metadata": _pod_metadata(job), "spec": spec}
 
 
 def _toleration(key: str, value: str | None, effect: str | None) -> Mapping:
     made = {"key": key, "operator": "Exists"} if value is None else {"key": key, "operator": "Equal", "value": value}
     return {**made, "effect": effect} if effect else made
-
-
-def _volumes(job: Job, with_data: bool) -> list[Any]:
-    volumes: list[Any] = [{"name": "home", "emptyDir": {"sizeLimit": "10Gi"}}]
-    if with_data:
-        size = job.shared_memory_size
-        note = "data loaders pass batches through /dev/shm, 64 MiB without this; it counts as the pod's memory"
-        memory = {"name": "shared-memory", "emptyDir": {"medium": "Memory", "sizeLimit": size}}
-        volumes.append(Noted(memory, note))
-        if job.volume:
-            volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": job.volume.claim}})
-        if job.script_text is not None:
-            volumes.append({"name": "script", "configMap": {"name": script_map_name(job)}})
-    return volumes
 
 
 def script_map_name(job: Job) -> str:

@@ -7,44 +7,30 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from cputrain.cluster import pod
-from cputrain.cluster.command_words import counts_by_torchrun
-from cputrain.cluster.containers import (
-    Container,
-    Manifest,
-    check_containers,
-    check_replicas,
-    check_restarts,
-    of_replicas,
-    replicas_of,
-    templates_of_replicas,
-)
+from cputrain.cluster.check_command import counts_by_torchrun
+from cputrain.cluster.containers import Container, Manifest, check_replicas, check_restarts, of_replicas, replicas_of
 from cputrain.cluster.job import Job
-from cputrain.cluster.kubectl import Kubectl
 from cputrain.cluster.manifest import Noted, Problem, Where, hint, mapping, warning, within
 
 API, KIND = "kubeflow.org/v1", "PyTorchJob"
 POD_LABEL = "training.kubeflow.org/job-name"
 ONE_LOG = False
 RENDERED_BESIDE: tuple[str, ...] = ()
+PODS: tuple[tuple[str, ...], ...] = (("elasticPolicy", "minReplicas"), ("pytorchReplicaSpecs", "Worker", "replicas"))
+PROCESSES: tuple[str, ...] = ("nprocPerNode",)
 _BACKENDS = ("c10d", "etcd", "etcd-v2", "static")
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
+    counted = "a string; without it the operator starts a process for every CPU of the node"
+    kept = "the first worker to end makes the job succeed; others may still be saving, and logs stay"
+    ended = "without it a job that fails starts again for ever"
+    alone = "no Master: the init container that it brings is neither restricted nor Guaranteed"
     spec = {
-        "nprocPerNode": Noted(
-            str(job.sizing.processes), "a string; without it the operator starts a process for every CPU of the node"
-        ),
+        "nprocPerNode": Noted(str(job.sizing.processes), counted),
         "elasticPolicy": _elastic_policy(job),
-        "runPolicy": {
-            "cleanPodPolicy": Noted(
-                "None", "the first worker to end makes the job succeed; others may still be saving, and logs stay"
-            ),
-            "backoffLimit": Noted(job.backoff_limit, "without it a job that fails starts again for ever"),
-        },
-        "pytorchReplicaSpecs": Noted(
-            {"Worker": _worker(job)},
-            "no Master: the init container that it brings is neither restricted nor Guaranteed",
-        ),
+        "runPolicy": {"cleanPodPolicy": Noted("None", kept), "backoffLimit": Noted(job.backoff_limit, ended)},
+        "pytorchReplicaSpecs": Noted({"Worker": _worker(job)}, alone),
     }
     return [{"apiVersion": API, "kind": KIND, "metadata": pod.metadata(job), "spec": spec}]
 
@@ -77,30 +63,15 @@ def _worker(job: Job) -> dict[str, Any]:
     return {
         "replicas": job.workers,
         "restartPolicy": Noted("OnFailure", "here, not in the pod's spec, where the operator overwrites it"),
-        "template": {"metadata": pod.pod_metadata(job), "spec": pod.spec(job, [container])},
+        "template": pod.template(job, container),
     }
 
 
-def pods_wanted(spec: dict[str, Any]) -> int:
-    least = within(spec, "elasticPolicy", "minReplicas")
-    count = least if isinstance(least, int) else within(spec, "pytorchReplicaSpecs", "Worker", "replicas")
-    return count if isinstance(count, int) else 1
-
-
-def processes_per_pod(spec: dict[str, Any]) -> Any:
-    return spec.get("nprocPerNode")
-
-
-def pods_of_rank(spec: dict[str, Any], pods: list[dict[str, Any]], rank: int, processes: int) -> list[dict[str, Any]]:
+def pods_with_logs(spec: dict[str, Any], pods: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """torch's rendezvous numbers machines by their addresses, compared as text, whatever the pods are called."""
-    addresses = [within(pod, "status", "podIP") for pod in pods]
-    if isinstance(spec.get("elasticPolicy"), dict) and all(addresses):
-        pods = [pod for _, pod in sorted(zip(map(str, addresses), pods, strict=True), key=lambda pair: pair[0])]
-    return pods[rank // processes :]
-
-
-def templates(spec: dict[str, Any], kubectl: Kubectl) -> list[dict[str, Any]]:
-    return templates_of_replicas(spec, "pytorchReplicaSpecs")
+    if isinstance(spec.get("elasticPolicy"), dict) and all(within(pod, "status", "podIP") for pod in pods):
+        return sorted(pods, key=lambda pod: str(within(pod, "status", "podIP")))
+    return pods
 
 
 def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
@@ -117,14 +88,13 @@ def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pr
 def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
     replicas = mapping(spec.get("pytorchReplicaSpecs"))
     here: Where = ("spec", "pytorchReplicaSpecs")
-    yield from check_replicas(replicas, here, {"Master", "Worker"})
-    for name, replica in replicas.items():
-        yield from check_containers(mapping(replica), (*here, name), "pytorch")
+    yield from check_replicas(spec, "pytorchReplicaSpecs", {"Master", "Worker"}, "pytorch")
     if "Master" in replicas and mapping(replicas["Master"]).get("replicas") != 1:
         yield Problem((*here, "Master", "replicas"), "there must be exactly one Master: write replicas: 1")
     if "elasticPolicy" in spec:
-        yield from _check_elastic_policy(mapping(spec.get("elasticPolicy")), replicas)
-        if within(spec, "elasticPolicy", "nProcPerNode") is not None and spec.get("nprocPerNode") is not None:
+        policy = mapping(spec.get("elasticPolicy"))
+        yield from _check_elastic_policy(policy, replicas)
+        if policy.get("nProcPerNode") is not None and spec.get("nprocPerNode") is not None:
             said = "nProcPerNode can't be used together with nprocPerNode: remove it here"
             yield Problem(("spec", "elasticPolicy", "nProcPerNode"), said)
     process = spec.get("nprocPerNode")
@@ -162,13 +132,10 @@ def _restarts_and_rendezvous(manifest: dict[str, Any], spec: dict[str, Any]) -> 
             "restricted standard refuses the pods, and limits that differ from its requests, so they are never "
             "Guaranteed: use Workers only, with an elasticPolicy of minReplicas = maxReplicas = replicas",
         )
-    elif replicas_of(manifest) > 1 and not isinstance(spec.get("elasticPolicy"), dict):
-        workers = replicas_of(manifest)
-        yield warning(
-            (*here, "Worker"),
-            f"{workers} Workers without an elasticPolicy are given no address to meet at: write elasticPolicy with "
-            f"rdzvBackend: c10d and minReplicas = maxReplicas = {workers}",
-        )
+    elif (workers := replicas_of(manifest)) > 1 and not isinstance(spec.get("elasticPolicy"), dict):
+        said = f"{workers} Workers without an elasticPolicy are given no address to meet at"
+        remedy = f"write elasticPolicy with rdzvBackend: c10d and minReplicas = maxReplicas = {workers}"
+        yield warning((*here, "Worker"), f"{said}: {remedy}")
 
 
 def _uncounted(spec: dict[str, Any], containers: list[Container]) -> Iterator[Problem]:
@@ -176,8 +143,6 @@ def _uncounted(spec: dict[str, Any], containers: list[Container]) -> Iterator[Pr
     counted = within(spec, "elasticPolicy", "nProcPerNode") is not None
     counting = [each for each in containers if counts_by_torchrun(each) and not each.ranks.has_gpus]
     if counting and spec.get("nprocPerNode") in (None, "auto", "cpu") and not counted:
-        yield warning(
-            ("spec", "nprocPerNode") if "nprocPerNode" in spec else ("spec",),
-            "nprocPerNode is missing, and torchrun then starts one process for every CPU of the node, until memory "
-            'ends: write nprocPerNode: "1", in quotes',
-        )
+        said = "nprocPerNode is missing, and torchrun then starts one process for every CPU of the node"
+        where = ("spec", "nprocPerNode") if "nprocPerNode" in spec else ("spec",)
+        yield warning(where, f'{said}, until memory ends: write nprocPerNode: "1", in quotes')

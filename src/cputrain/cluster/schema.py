@@ -20,25 +20,17 @@ from typing import Any
 from cputrain.cluster.manifest import Problem, Where
 
 Spellings = Mapping[Where, str]
-_TYPES: dict[str, tuple[type, ...]] = {
-    "object": (dict,),
-    "array": (list,),
-    "string": (str,),
-    "boolean": (bool,),
-    "integer": (int,),
-    "number": (int, float),
+# A schema's types: Python's, what they are called, and what to write.
+_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
+    "object": ((dict,), "a mapping", "write `name: value` in lines below it"),
+    "array": ((list,), "a list", "begin each item with `- `"),
+    "string": ((str,), "a string", "write one"),
+    "boolean": ((bool,), "true or false", "write one of them"),
+    "integer": ((int,), "a whole number", "write one"),
+    "number": ((int, float), "a whole number", "write one"),
 }
 # What fields of one release are called in another.
 _RENAMED = {"podTemplateOverrides": "runtimePatches", "podSpecOverrides": "runtimePatches"}
-_WRITTEN = {
-    "object": "; write `name: value` in lines below it",
-    "array": "; begin each item with `- `",
-    "string": "; write one",
-    "boolean": "; write one of them",
-    "integer": "; write one",
-    "number": "; write one",
-}
-_CALLED = {dict: "a mapping", list: "a list", str: "a string", bool: "true or false", int: "a whole number"}
 # Words of a schema that say what is valid; the rest is documentation, or for the API server's merging.
 KEPT = (
     "type", "required", "enum", "pattern", "minimum", "maximum", "minLength", "maxLength", "minItems", "maxItems",
@@ -107,14 +99,11 @@ class Schemas:
                 named = {"": item}
             else:
                 continue
-            found = json.dumps(named, default=str)
-            if found in seen:
+            first = seen.setdefault(json.dumps(named, default=str), number)
+            if first != number:
                 said = ", ".join(f"{key} {each}".strip() for key, each in named.items())
-                yield Problem(
-                    (*where, number),
-                    f"{said} stands in item {seen[found] + 1} already, and each may stand once: remove one",
-                )
-            seen.setdefault(found, number)
+                said += f" stands in item {first + 1} already, and each may stand once: remove one"
+                yield Problem((*where, number), said)
 
 
 def _wrong_type(value: Any, schema: dict[str, Any], text: str) -> str | None:
@@ -127,12 +116,15 @@ def _wrong_type(value: Any, schema: dict[str, Any], text: str) -> str | None:
             return None
         return f"it must be a whole number or a string, found {found}{quoted}"
     wanted = schema.get("type")
-    if wanted is None or (isinstance(value, _TYPES[wanted]) and (wanted == "boolean") == isinstance(value, bool)):
+    if wanted is None:
         return None
-    remedy = (quoted if wanted == "string" else "") or _WRITTEN[wanted]
+    types, called, remedy = _TYPES[wanted]
+    if isinstance(value, types) and (wanted == "boolean") == isinstance(value, bool):
+        return None
+    remedy = (quoted if wanted == "string" else "") or f"; {remedy}"
     if wanted == "integer" and isinstance(value, str) and value.isdecimal():
         remedy = "; write it without quotes"
-    return f"it must be {_CALLED.get(_TYPES[wanted][0], wanted)}, found {found}{remedy}"
+    return f"it must be {called}, found {found}{remedy}"
 
 
 def _wrong_value(value: Any, schema: dict[str, Any]) -> Iterator[str]:
@@ -173,10 +165,8 @@ def _yaml(value: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    if isinstance(value, dict):
-        return "a mapping"
-    if isinstance(value, list):
-        return "a list"
+    if isinstance(value, (dict, list)):
+        return "a mapping" if isinstance(value, dict) else "a list"
     text = _yaml(value) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 60 else f"{text[:57]}…"
 

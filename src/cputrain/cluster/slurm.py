@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain import secrets_in_clear
-from cputrain.cluster import names
+from cputrain.cluster import syntax
 from cputrain.cluster.job import Sizing, size_of_cpus
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:+-]*", re.ASCII)
@@ -58,18 +58,22 @@ class SlurmJob:
     def sizing(self) -> Sizing:
         return size_of_cpus(self.cpus, self.nodes, self.tasks, self.threads, self.communication)
 
+    @property
+    def cpus_per_task(self) -> int:
+        return self.cpus // self.sizing.processes
+
 
 def _check_words(job: SlurmJob) -> None:
     if not job.script or job.script.startswith("-"):
         raise ValueError(f"the script must be a path, found {job.script!r}: `-- SCRIPT ARGS…` stands last.")
     for word in (job.script, *job.arguments, *job.resume, job.activate or ""):
-        names.text(word, "an argument")
+        syntax.text(word, "an argument")
         if secrets_in_clear.looks_secret(word):
             raise ValueError("an argument holds a token in clear, for everyone who can read the script: leave it out.")
     seen = set()
     for name, value in job.environment:
-        names.environment(name, "a variable's name")
-        names.text(value, f"the variable {name}")
+        syntax.environment(name, "a variable's name")
+        syntax.text(value, f"the variable {name}")
         if name in seen:
             raise ValueError(f"the variable {name} is set twice.")
         if value and (secrets_in_clear.is_secret_name(name) or secrets_in_clear.looks_secret(value)):
@@ -83,12 +87,11 @@ def to_text(job: SlurmJob) -> str:
 
 
 def _directives(job: SlurmJob) -> list[str]:
-    each = job.cpus // job.sizing.processes
     wanted = {
         "job-name": job.name,
         "nodes": str(job.nodes),
         "ntasks-per-node": str(job.sizing.processes),
-        "cpus-per-task": str(each),
+        "cpus-per-task": str(job.cpus_per_task),
         "mem": job.memory,
         "time": job.time,
         "partition": job.partition,
@@ -131,11 +134,10 @@ def _preparation(job: SlurmJob) -> list[str]:
 
 
 def _step(job: SlurmJob) -> list[str]:
-    each = job.cpus // job.sizing.processes
     words = " ".join(map(shlex.quote, (job.script, *job.arguments)))
     resume = ' "${resume[@]}"' if job.resume else ""
     # srun stopped inheriting the CPUs of a task with Slurm 22.05: without the option each rank gets one.
-    command = f"srun --cpus-per-task={each} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
+    command = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
     note = "# --cpus-per-task again: srun doesn't inherit it. A rank that fails ends the others."
     if not (job.requeue and job.time):
         return [note, command]

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable
 from typing import Any
 
-from cputrain.cluster import check, cluster_job, manifest
+from cputrain.cluster import check, cluster_job, kinds, manifest
 from cputrain.cluster.kubectl import Kubectl, Refused
-from cputrain.cluster.manifest import ERROR, WARNING, mapping
+from cputrain.cluster.manifest import ERROR, WARNING, within
 
 Say = Callable[[str], None]
 
@@ -48,16 +48,15 @@ def submit(kubectl: Kubectl, documents: list[dict[str, Any]], say: Say) -> list[
 
 
 def called(document: dict[str, Any]) -> str:
-    metadata = mapping(document.get("metadata"))
-    return f"{document['kind']} {metadata.get('name') or metadata.get('generateName')}"
+    name = within(document, "metadata", "name") or within(document, "metadata", "generateName")
+    return f"{document['kind']} {name}"
 
 
 def _is_kept_volume(kubectl: Kubectl, document: dict[str, Any], say: Say) -> bool:
-    if document["kind"] != "PersistentVolumeClaim":
-        return False
-    namespace = document["metadata"].get("namespace")
+    namespace = within(document, "metadata", "namespace")
     where = [f"--namespace={namespace}"] if namespace else []
-    if not cluster_job.has_claim(kubectl, document["metadata"]["name"], *where):
+    is_claim = document["kind"] == "PersistentVolumeClaim"
+    if not is_claim or not cluster_job.has_claim(kubectl, document["metadata"]["name"], *where):
         return False
     say(f"{called(document)} exists already, and is used with what it holds")
     return True
@@ -81,12 +80,11 @@ def _create(kubectl: Kubectl, document: dict[str, Any], *words: str) -> None:
 def delete(kubectl: Kubectl, name: str, with_data: bool, say: Say, warn: Say) -> None:
     """The job, and what was rendered with it; the volume claims only `with_data`."""
     job = cluster_job.find(kubectl, name)
-    templates = job.templates(kubectl)
-    named = sorted({claim for template in templates for claim, _ in cluster_job.claims(template)})
+    named = sorted({claim for pod in job.pod_specs(kubectl) for claim, _ in cluster_job.claims(pod)})
     claims = [claim for claim in named if cluster_job.has_claim(kubectl, claim)]
-    kubectl.run("delete", job.resource, name)
+    kubectl.run("delete", kinds.resource(job.module), name)
     ours = f"--selector=app.kubernetes.io/managed-by=cputrain,app.kubernetes.io/instance={name}"
-    kubectl.run("delete", ",".join(["configmaps", *job.rendered_beside]), ours)
+    kubectl.run("delete", ",".join(["configmaps", *job.module.RENDERED_BESIDE]), ours)
     say(f"deleted {job.kind} {name}")
     for resource in ("secrets", "networkpolicies.networking.k8s.io"):
         _delete_if_allowed(kubectl, resource, ours, warn)

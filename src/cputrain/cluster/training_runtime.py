@@ -15,34 +15,22 @@ from cputrain.cluster.containers import (
     count,
     init_containers,
     main_container,
-    mount_paths,
     mounted,
     named,
-    volume_names,
+    volumes_of,
     words,
 )
-from cputrain.cluster.manifest import Problem, Where, hint, items, mapping, within
+from cputrain.cluster.manifest import Problem, Where, hint, mapping, mappings, within
 
 _POLICIES = ("torch", "mpi", "flux", "jax", "xgboost")
 # What Kubeflow calls its own runtimes, which a TrainJob names without their standing in any file here.
 _BY_NAME = {"mpi": "mpi", "deepspeed": "mpi", "mlx": "mpi", "flux": "flux", "jax": "jax", "xgboost": "xgboost"}
-# Where a replicated job keeps its pod, from the job's own entry on.
-_POD = ("template", "spec", "template")
+# Where a runtime keeps its replicated jobs, and each of them its pod.
+JOBS = ("template", "spec", "replicatedJobs")
+_POD = ("template", "spec", "template", "spec")
 STEP = "trainer.kubeflow.org/trainjob-ancestor-step"
 # The container that each step of a runtime must have.
-_CONTAINERS = {
-    "trainer": "node",
-    "dataset-initializer": "dataset-initializer",
-    "model-initializer": "model-initializer",
-}
-
-
-def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
-    yield from _containers(manifest, _job_of(manifest, others))
-
-
-def pods(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
-    yield from _pods(manifest, _job_of(manifest, others))
+_CONTAINERS = {"trainer": "node"} | {name: name for name in ("dataset-initializer", "model-initializer")}
 
 
 def problems(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Problem]:
@@ -81,42 +69,41 @@ def nodes_of(job: Manifest, others: Sequence[Manifest] = ()) -> int:
     return nodes if isinstance(nodes, int) else 1
 
 
-def replicated_jobs(spec: dict[str, Any], here: Where = ("spec",)) -> Iterator[tuple[Where, str, dict[str, Any]]]:
-    """(path of the pod's template, the job's name, the template) of a runtime, or of a patch of one."""
-    for number, job in enumerate(items(within(spec, "template", "spec", "replicatedJobs"))):
-        where = (*here, "template", "spec", "replicatedJobs", number, *_POD)
-        yield where, str(mapping(job).get("name")), mapping(within(job, *_POD))
+def replicated_jobs(spec: Any, here: Where = ("spec",)) -> Iterator[tuple[Where, str, dict[str, Any]]]:
+    """(path of the pod, the job's name, the pod) of a runtime's specification, or of a patch of one."""
+    for number, job in enumerate(mappings(spec, *JOBS)):
+        yield (*here, *JOBS, number, *_POD), str(job.get("name")), mapping(within(job, *_POD))
+
+
+def pod_specs(runtime: Manifest | None) -> list[dict[str, Any]]:
+    return [pod for _, _, pod in replicated_jobs(within(runtime, "spec"))]
 
 
 def patches(manifest: Manifest, runtime: Manifest | None = None) -> Iterator[Pod]:
     """Parts that a TrainJob lays over its runtime's pods: runtimePatches, which older releases call otherwise."""
-    spec = mapping(manifest.get("spec"))
-    known = None
-    if runtime is not None:
-        whole = [mapping(template.get("spec")) for _, _, template in replicated_jobs(mapping(runtime.get("spec")))]
-        known = frozenset(_claim_templates(runtime)) | volume_names(*whole)
-    for number, patch in enumerate(items(spec.get("runtimePatches"))):
+    spec = manifest.get("spec")
+    known = None if runtime is None else _claim_templates(runtime) | set(volumes_of(*pod_specs(runtime)))
+    for number, patch in enumerate(mappings(spec, "runtimePatches")):
         here = ("spec", "runtimePatches", number, "trainingRuntimeSpec")
-        for where, name, template in replicated_jobs(mapping(within(patch, "trainingRuntimeSpec")), here):
-            pod = mapping(template.get("spec"))
-            yield Pod((*where, "spec"), pod, name == "node", is_part=True, volumes_elsewhere=known)
-    for number, patch in enumerate(items(spec.get("podTemplateOverrides"))):
-        targets = [mapping(target).get("name") for target in items(mapping(patch).get("targetJobs"))]
-        pod, where = mapping(within(patch, "spec")), ("spec", "podTemplateOverrides", number, "spec")
+        for where, name, pod in replicated_jobs(patch.get("trainingRuntimeSpec"), here):
+            yield Pod(where, pod, name == "node", is_part=True, volumes_elsewhere=known)
+    for number, patch in enumerate(mappings(spec, "podTemplateOverrides")):
+        targets = [target.get("name") for target in mappings(patch, "targetJobs")]
+        pod, where = mapping(patch.get("spec")), ("spec", "podTemplateOverrides", number, "spec")
         yield Pod(where, pod, "node" in targets, is_part=True, volumes_elsewhere=known)
 
 
-def _claim_templates(runtime: Manifest) -> Iterator[str]:
+def _claim_templates(runtime: Manifest) -> frozenset[str]:
     """Volumes for which a JobSet makes the claims itself; they have the templates' names."""
-    for policy in items(within(runtime, "spec", "template", "spec", "volumeClaimPolicies")):
-        for template in items(mapping(policy).get("templates")):
-            yield str(within(template, "metadata", "name"))
+    policies = mappings(runtime, "spec", "template", "spec", "volumeClaimPolicies")
+    templates = [template for policy in policies for template in mappings(policy, "templates")]
+    return frozenset(str(within(template, "metadata", "name")) for template in templates)
 
 
 def node_container(runtime: Manifest | None) -> dict[str, Any]:
     """The container of a runtime in which the training runs."""
-    for _, name, template in replicated_jobs(mapping(within(runtime, "spec"))):
-        for _, container in named(mapping(template.get("spec"))):
+    for _, name, pod in replicated_jobs(within(runtime, "spec")):
+        for _, container in named(pod):
             if name == "node" and container.get("name") == "node":
                 return container
     return {}
@@ -125,41 +112,39 @@ def node_container(runtime: Manifest | None) -> dict[str, Any]:
 def mounts_of_node(job: Manifest, runtime: Manifest) -> dict[str, dict[str, Any]]:
     """What a runtime and a job's patches mount in the container of the training."""
     parts = [part.spec for part in patches(job)]
-    whole = [mapping(template.get("spec")) for _, _, template in replicated_jobs(mapping(runtime.get("spec")))]
     made = {"volumes": [{"name": name, "persistentVolumeClaim": {}} for name in _claim_templates(runtime)]}
     patched = [container for part in parts for _, container in named(part) if container.get("name") == "node"]
-    found = [mounted(container, made, *whole, *parts) for container in [node_container(runtime), *patched]]
+    whole = [made, *pod_specs(runtime), *parts]
+    found = [mounted(container, *whole) for container in [node_container(runtime), *patched]]
     return {path: volume for mounts in found for path, volume in mounts.items()}
 
 
 def chooses_nodes_anywhere(job: Manifest | None, runtime: Manifest | None) -> bool:
     parts = [part.spec for part in patches(job or {})]
-    own = [mapping(template.get("spec")) for _, _, template in replicated_jobs(mapping(within(runtime, "spec")))]
-    return any(map(chooses_nodes, parts + own))
+    return chooses_nodes(*parts, *pod_specs(runtime))
 
 
-def _pods(runtime: Manifest, job: Manifest | None) -> Iterator[Pod]:
-    parts = [part.spec for part in patches(job)] if job else []
-    trainer = mapping(within(job, "spec", "trainer"))
-    for where, name, template in replicated_jobs(mapping(runtime.get("spec"))):
-        pod = mapping(template.get("spec"))
+def pods(runtime: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Pod]:
+    job = _job_of(runtime, others)
+    trainer, parts = mapping(within(job, "spec", "trainer")), [part.spec for part in patches(job or {})]
+    patched = [mounted(container) for part in parts for _, container in named(part)]
+    for where, name, pod in replicated_jobs(runtime.get("spec")):
         yield Pod(
-            (*where, "spec"),
+            where,
             pod,
             trains=name == "node",
-            mounted_elsewhere=frozenset(path for part in parts for path in mount_paths(part)),
-            volumes_elsewhere=frozenset(_claim_templates(runtime)) | volume_names(*parts),
+            mounted_elsewhere=frozenset(path for mounts in patched for path in mounts),
+            volumes_elsewhere=_claim_templates(runtime) | set(volumes_of(*parts)),
             command=words(trainer) or words(main_container(pod)),
             started_by=started_by(runtime),
             resources=mapping(trainer.get("resourcesPerNode")),
         )
 
 
-def _containers(manifest: Manifest, job: Manifest | None) -> Iterator[Container]:
+def containers(manifest: Manifest, others: Sequence[Manifest] = ()) -> Iterator[Container]:
+    job = _job_of(manifest, others)
     trainer = mapping(within(job, "spec", "trainer"))
-    started_there = bool(trainer.get("command"))
-    for where, name, template in replicated_jobs(mapping(manifest.get("spec"))):
-        pod = mapping(template.get("spec"))
+    for where, name, pod in replicated_jobs(manifest.get("spec")):
         for number, container in named(pod):
             ranks = Ranks(
                 count(trainer.get("numProcPerNode")),
@@ -170,18 +155,16 @@ def _containers(manifest: Manifest, job: Manifest | None) -> Iterator[Container]
                 started_by=started_by(manifest),
                 mounts=mounts_of_node(job or {}, manifest),
             )
-            trains = name == "node" and container.get("name") == "node" and not started_there
-            here = (*where, "spec", "containers", number)
-            yield Container(here, container, ranks, trains, needs_resources=False)
-        yield from init_containers(pod, (*where, "spec"))
+            trains = name == "node" and container.get("name") == "node" and not trainer.get("command")
+            yield Container((*where, "containers", number), container, ranks, trains, needs_resources=False)
+        yield from init_containers(pod, where)
 
 
 def _webhook(spec: dict[str, Any]) -> Iterator[Problem]:
-    here: Where = ("spec", "template", "spec", "replicatedJobs")
-    jobs = [mapping(job) for job in items(within(spec, "template", "spec", "replicatedJobs"))]
+    here, jobs = ("spec", *JOBS), mappings(spec, *JOBS)
     # With MPI the ranks are started by a job of its own.
     known = ("node", "launcher") if "mpi" in mapping(spec.get("mlPolicy")) else ("node",)
-    steps = [mapping(within(job, "template", "metadata", "labels")).get(STEP) for job in jobs]
+    steps = [within(job, "template", "metadata", "labels", STEP) for job in jobs]
     for number, (job, step) in enumerate(zip(jobs, steps, strict=True)):
         if not isinstance(step, str) or step not in _CONTAINERS:
             continue
@@ -202,22 +185,18 @@ def _step(job: dict[str, Any], where: Where, step: str) -> Iterator[Problem]:
     if job.get("replicas") not in (None, 1):
         said = "replicas must be 1 here: the number of pods is mlPolicy.numNodes, or a job's trainer.numNodes"
         yield Problem((*where, "replicas"), said)
-    called = [
-        mapping(each).get("name") for each in items(within(job, "template", "spec", "template", "spec", "containers"))
-    ]
-    if _CONTAINERS[step] not in called:
+    if _CONTAINERS[step] not in [container.get("name") for container in mappings(job, *_POD, "containers")]:
         said = f"the container of the step {step} must be named {_CONTAINERS[step]}: rename it"
-        yield Problem((*where, "template", "spec", "template", "spec", "containers"), said)
+        yield Problem((*where, *_POD, "containers"), said)
 
 
 def _backoff_limit(spec: dict[str, Any]) -> Iterator[Problem]:
     """Ranks can't come back alone: a pod that fails has to end its Job, and the JobSet starts all anew."""
-    here: Where = ("spec", "template", "spec", "replicatedJobs")
-    for number, job in enumerate(items(within(spec, "template", "spec", "replicatedJobs"))):
-        inner = mapping(within(job, "template", "spec"))
-        if mapping(job).get("name") == "node" and inner.get("backoffLimit") is None:
+    for number, job in enumerate(mappings(spec, *JOBS)):
+        inner, where = mapping(within(job, "template", "spec")), ("spec", *JOBS, number)
+        if job.get("name") == "node" and inner.get("backoffLimit") is None:
             yield hint(
-                (*here, number, "template", "spec") if inner else (*here, number),
+                (*where, "template", "spec") if inner else where,
                 "backoffLimit is missing, so a pod that fails is started 6 times again alone, while the others wait "
                 "for it: write backoffLimit: 0 here, and failurePolicy: {maxRestarts: 3} beside replicatedJobs",
             )
