@@ -13,6 +13,7 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from cputrain.distributed.tensors import Outputs, cut, in_place, parts_of, spars
 from cputrain.distributed.transport import Transport
 from cputrain.distributed.work import Lane, SeveralWorks, Work, run_profiled
 
+Tensors = Sequence[Tensor]
 _live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
 # How long the end of a group waits for operations that were queued and not waited for.
 _GRACE = 1.0
@@ -43,9 +45,7 @@ class CclProcessGroup(NamedGroup):
         self._closed = False
         _live.add(self)
 
-    # --- Reductions ----------------------------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction, limit = _reduction(opts), self._limit(opts, timeout)
         _check_reduction(tensors, reduction)
@@ -55,24 +55,18 @@ class CclProcessGroup(NamedGroup):
         if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
             tensor = tensors[0]  # the common case, without a detour
             return self._run("all_reduce", lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
-
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
-
-        return self._run("all_reduce", run, tensors, opts)
+        move = partial(self.transport.all_reduce, reduction=reduction, timeout=limit)
+        return self._run("all_reduce", lambda _: in_place(tensors, move), tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         reduction, limit, root = _reduction(opts), self._limit(opts), opts.rootRank
         _check_reduction(tensors, reduction)
+        move = partial(self.transport.reduce, reduction=reduction, root=root, timeout=limit)
+        return self._run("reduce", lambda _: in_place(tensors, move), list(tensors), opts)
 
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
-
-        return self._run("reduce", run, list(tensors), opts)
-
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         reduction, limit = _reduction(opts), self._limit(opts)
         _check_reduction(outputs, reduction)
         for output, parts in zip(outputs, inputs, strict=True):
@@ -90,27 +84,17 @@ class CclProcessGroup(NamedGroup):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         parts = [parts_of(to_read(tensor), self._size, "the input") for tensor in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
-    # --- Moves ---------------------------------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        limit = self._limit(opts, timeout)
+        move = partial(self.transport.broadcast, root=root, timeout=self._limit(opts, timeout))
+        return self._run("broadcast", lambda _: in_place(tensors, move), tensors, opts)
 
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
-
-        return self._run("broadcast", run, tensors, opts)
-
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
-    ) -> Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors | Tensor, opts: Any = None) -> Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]  # type: ignore[list-item]
         pairs = [(list(targets), tensor) for targets, tensor in zip(outputs, inputs, strict=True)]
@@ -135,9 +119,7 @@ class CclProcessGroup(NamedGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         limit = self._limit(opts)
         for output, tensor in zip(outputs, inputs, strict=True):
             if output.nbytes != tensor.nbytes * self._size:
@@ -154,14 +136,12 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("all_gather", run, list(outputs), opts, inputs)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Here the outer list is of ranks, the inner one of tensors."""
         pairs = [([outputs[rank][i] for rank in range(self._size)], tensor) for i, tensor in enumerate(inputs)]
         return self._gather_all(pairs, opts)
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         limit, root, tensor = self._limit(opts), opts.rootRank, inputs[0]
         targets = list(outputs[0]) if self._rank == root and outputs else []
         if self._rank == root and (len(targets) != self._size or any(t.nbytes != tensor.nbytes for t in targets)):
@@ -173,7 +153,7 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("gather", run, targets, opts, inputs)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         limit, root, output = self._limit(opts), opts.rootRank, outputs[0]
         sources = list(inputs[0]) if self._rank == root and inputs else []
         if self._rank == root and (len(sources) != self._size or any(s.nbytes != output.nbytes for s in sources)):
@@ -185,7 +165,7 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("scatter", run, [output], opts, sources)
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise ValueError(f"all_to_all needs {self._size} inputs and outputs.")
         if outputs[self._rank].nbytes != inputs[self._rank].nbytes:
@@ -218,21 +198,19 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("all_to_all", run, [output], opts, [tensor])
 
-    # --- Messages and barriers -----------------------------------------------------------------------------------
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, peer: int, tag: int) -> Work:
         tensor = to_read(tensors[0])
         return self._run_beside(
             ("send", peer, tag), lambda _: self.transport.send(tensor, peer, tag, self._timeout), list(tensors)
         )
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive(tensors, peer, tag)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self._receive(tensors, None, tag)
 
-    def _receive(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
+    def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> Work:
         places = Outputs()
         target = places.place(tensors[0])
 
@@ -259,15 +237,13 @@ class CclProcessGroup(NamedGroup):
                 raise
             raise failures.all_late(self.transport.absent(), limit, error) from None
 
-    # --- Running -------------------------------------------------------------------------------------------------
-
     def _run(
         self,
         name: str,
         operation: Callable[[Work], None],
         tensors: list[Tensor],
         opts: Any,
-        inputs: Sequence[Tensor] | None = None,
+        inputs: Tensors | None = None,
     ) -> Work:
         """`tensors` are the results; the profiler shows the shapes of the `inputs`, where those are others."""
         self._sequence += 1
@@ -288,7 +264,7 @@ class CclProcessGroup(NamedGroup):
         operation: Callable[[Work], None],
         tensors: list[Tensor],
         asynchronous: bool,
-        inputs: Sequence[Tensor] | None = None,
+        inputs: Tensors | None = None,
     ) -> Work:
         if profiler._is_profiler_enabled:
             work = run_profiled(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
@@ -309,8 +285,6 @@ class CclProcessGroup(NamedGroup):
     def _end_coalescing(self, device: torch.device) -> SeveralWorks:
         works, self._coalesced = self._coalesced or [], None
         return SeveralWorks(works)  # type: ignore[arg-type]
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
@@ -351,7 +325,7 @@ def _reduction(opts: Any) -> int:
     return native_calls.reduction_number(getattr(opts, "reduceOp", opts))
 
 
-def _check_reduction(tensors: Sequence[Tensor], reduction: int) -> None:
+def _check_reduction(tensors: Tensors, reduction: int) -> None:
     for tensor in tensors:
         native_calls.dtype_number(tensor.dtype, reduction)
 

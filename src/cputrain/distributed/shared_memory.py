@@ -37,14 +37,13 @@ class SharedMemoryTransport(Transport):
     def __init__(self, machine: Machine, rank: int, everybody: list[Peer]) -> None:
         """`rank` counts within the machine, `everybody` is the whole group."""
         assert machine.memory is not None
-        peers, self._everybody = [everybody[r] for r in machine.ranks], everybody
-        self._machine, self._peers, self.rank, self.size = machine, peers, rank, len(peers)
+        self._machine, self._peers, self._everybody = machine, [everybody[r] for r in machine.ranks], everybody
+        self.rank, self.size = rank, len(self._peers)
         self._buffer = ctypes.c_char.from_buffer(machine.memory)
         address = ctypes.addressof(self._buffer)
-        spin = _spin(machine)
-        self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, spin)
+        self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, _spin(machine))
         self._call_text = ""  # of the user's collective, if what runs here are its steps
-        self._writing = [threading.Lock() for _ in peers]
+        self._writing = [threading.Lock() for _ in self._peers]
         self._inboxes = [_Inbox(self, peer) for peer in range(self.size)]
 
     # --- Reductions ----------------------------------------------------------------------------------------------
@@ -62,19 +61,8 @@ class SharedMemoryTransport(Transport):
 
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
         dtype = native_calls.dtype_number(output.dtype, reduction)
-        parts = [tensor.data_ptr() for tensor in tensors]
-        self._call(
-            "reduce_scatter",
-            output,
-            timeout,
-            self._memory.reduce_scatter,
-            output.data_ptr(),
-            parts,
-            output.nbytes,
-            dtype,
-            reduction,
-            reduction=reduction,
-        )
+        what = output.data_ptr(), _memory_of(tensors)[0], output.nbytes, dtype, reduction
+        self._call("reduce_scatter", output, timeout, self._memory.reduce_scatter, *what, reduction=reduction)
 
     # --- Moves ---------------------------------------------------------------------------------------------------
 
@@ -123,18 +111,8 @@ class SharedMemoryTransport(Transport):
     def _exchange(
         self, name: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], root: int, timeout: float
     ) -> None:
-        self._call(
-            name,
-            tensors[0],
-            timeout,
-            self._memory.exchange,
-            name,
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.nbytes for tensor in tensors],
-            [output.data_ptr() for output in outputs],
-            [output.nbytes for output in outputs],
-            root,
-        )
+        what = name, _memory_of(tensors), _memory_of(outputs), root
+        self._call(name, tensors[0], timeout, self._memory.exchange, *what)
         _copy(outputs[self.rank], tensors[self.rank])
 
     # --- Messages ------------------------------------------------------------------------------------------------
@@ -264,6 +242,11 @@ class _Inbox:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
+
+
+def _memory_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+    """Addresses and sizes."""
+    return [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

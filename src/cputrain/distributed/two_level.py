@@ -17,17 +17,8 @@ from torch import Tensor
 
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.engines import EVERYBODY, Engine
-from cputrain.distributed.failures import (
-    CollectiveError,
-    CollectivesDiffer,
-    Peer,
-    PeerDied,
-    PeerLate,
-    died_elsewhere,
-    late,
-    left_elsewhere,
-)
-from cputrain.distributed.monitor import Monitor
+from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, PeerLate
+from cputrain.distributed.monitor import DIFFERS, LATE, Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
 from cputrain.distributed.transport import AloneTransport, Transport
 
@@ -56,18 +47,18 @@ def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
             return collective(self, *arguments, **named)
         except CollectivesDiffer as error:
             self._broken = True
-            self._monitor.tell_difference(self._rank_in_group(error.culprit))
+            self._monitor.tell_found(DIFFERS, self._rank_in_group(error.culprit))
             raise
         except PeerDied as error:
             self._broken = True
             self.check_peers()
             if error.culprit is None:  # an engine lost a connection, and doesn't know whose
-                self._name_who_left()
+                for rank in self._monitor.left:
+                    raise failures.left_elsewhere(self._peers[rank], self._last, self._mine) from None
             raise
         except PeerLate as error:
             self._broken = True
-            self._tell_late(error)
-            self.name_late()
+            self._name_late(error)
             raise
 
     return run
@@ -203,7 +194,7 @@ class TwoLevelTransport(Transport):
                 f"the ranks called different collectives: in {self._mine}, {self._peers[source]} sends "
                 f"{sent[source, target]:,} bytes to {self._peers[target]}, which awaits {awaited[source, target]:,}."
             )
-            raise failures.blaming(self._peers[source], CollectivesDiffer(text))
+            raise CollectivesDiffer(text, self._peers[source])
         self._through(self._flat.all_to_all, outputs, inputs, timeout)
 
     @_named
@@ -236,32 +227,23 @@ class TwoLevelTransport(Transport):
 
     def check_peers(self, awaited: int = EVERYBODY) -> None:
         """Raises if ranks are known to differ, if one is dead, or if an awaited one has ended the group."""
-        if self._monitor.differing not in (-1, self.rank):
-            pair = [self._peers[r] for r in dict.fromkeys((self._monitor.differing, self._monitor.differing_from))]
-            who = " and ".join(map(str, pair))
-            raise failures.blaming(pair[-1], failures.differ_elsewhere(who, self._mine)) from None
-        if self._monitor.late >= 0 and self._monitor.late_for != self.rank:
-            raise self._given_up() from None
+        found, last, mine = self._monitor.found, self._last, self._mine
+        if DIFFERS in found and found[DIFFERS][0] != self.rank:
+            pair = [self._peers[r] for r in dict.fromkeys(found[DIFFERS])]
+            raise failures.differ_elsewhere(" and ".join(map(str, pair)), mine, pair[-1]) from None
+        if LATE in found and found[LATE][0] != self.rank:
+            raise self._given_up(*found[LATE]) from None
         if self._monitor.dead >= 0:
-            raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
+            raise failures.died_elsewhere(self._peers[self._monitor.dead], last, mine) from None
         for rank, since in list(self._monitor.left.items()):  # once what it sent is here
             if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
-                raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+                raise failures.left_elsewhere(self._peers[rank], last, mine) from None
 
-    def _tell_late(self, error: PeerLate) -> None:
-        found = self._monitor.absent() if error.culprit is None else self._rank_in_group(error.culprit)
-        if found is not None:
-            self._monitor.tell_late(found)
-
-    def _given_up(self) -> PeerLate:
+    def _given_up(self, waiting: int, late: int) -> PeerLate:
         """Another rank has waited in vain, for a third one or for this one."""
-        if self._monitor.late != self.rank:
-            return late(self._peers[self._monitor.late], self._timeout, self._last, self._mine)
-        return failures.came_late(self._peers[self._monitor.late_for], self._timeout, self._mine)
-
-    def _name_who_left(self) -> None:
-        for rank in self._monitor.left:
-            raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+        if late != self.rank:
+            return failures.late(self._peers[late], self._timeout, self._last, self._mine)
+        return failures.came_late(self._peers[waiting], self._timeout, self._mine)
 
     def _rank_in_group(self, global_rank: int | None) -> int:
         """This rank's own, if it isn't known who differs."""
@@ -270,11 +252,14 @@ class TwoLevelTransport(Transport):
     def absent(self) -> list[Peer]:
         return [self._peers[rank] for rank in self._monitor.all_absent()]
 
-    def name_late(self) -> None:
-        """Raises if it is known who has not come to this collective, of whichever machine."""
-        found = self._monitor.absent()
+    def _name_late(self, error: PeerLate) -> None:
+        """Tells the other machines, and raises if it is known who has not come to this collective, of any machine."""
+        found = self._monitor.absent() if error.culprit is None else self._rank_in_group(error.culprit)
         if found is not None:
-            raise late(self._peers[found], self._timeout, self._last, self._mine) from None
+            self._monitor.tell_found(LATE, found)
+        absent = self._monitor.absent()
+        if absent is not None:
+            raise failures.late(self._peers[absent], self._timeout, self._last, self._mine) from None
 
     def _enter(
         self, name: str, dtype: object, size: int, timeout: float, root: int = -1, reduction: int | None = None
@@ -292,7 +277,7 @@ class TwoLevelTransport(Transport):
             return
         text = mine.encode()[:_TITLE].ljust(_TITLE)
         title = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        titles = [torch.empty(_TITLE, dtype=torch.uint8) for _ in self._machines]
+        titles = [torch.empty_like(title) for _ in self._machines]
         self._through(self._between.all_gather, titles, title, timeout)
         for machine, other in zip(self._machines, titles, strict=True):
             if not torch.equal(other, title):
@@ -316,7 +301,7 @@ class TwoLevelTransport(Transport):
         if isinstance(error, PeerLate):
             return native_calls.TIMEOUT, self._monitor.absent()
         if isinstance(error, CollectivesDiffer):
-            return native_calls.MISMATCH, self._monitor.differing if self._monitor.differing >= 0 else None
+            return native_calls.MISMATCH, self._monitor.found.get(DIFFERS, (None,))[0]
         return native_calls.DIED, self._monitor.culprit()
 
 

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cputrain.distributed import failures
+from cputrain.distributed.rendezvous import all_answer
 from cputrain.settings import TRANSPORT
 
 
@@ -68,16 +69,19 @@ class Watch(Protocol):
         """Raises if a rank is known to be dead, or if one that is awaited has ended the group."""
 
 
-def all_answer(store: dist.Store, engine: str, rank: int, size: int, timeout: timedelta, said: str) -> list[str]:
+def all_can(store: dist.Store, engine: str, rank: int, size: int, timeout: timedelta, said: str) -> list[str]:
     """What each rank says of itself: an answer that begins with "!" is why it can't, and raised on all ranks."""
-    keys = [f"{engine}/{other}" for other in range(size)]
-    store.set(keys[rank], said)
-    store.wait(keys, timeout)
-    answers = [store.get(key).decode() for key in keys]
+    answers = all_answer(store, engine, rank, size, timeout, said)
     for other, answer in enumerate(answers):
         if answer.startswith("!"):
             raise ValueError(f"{TRANSPORT}={engine}, but on rank {other}: {answer[2:]}")
     return answers
+
+
+def take_apart(joined: Tensor, outputs: Sequence[Tensor]) -> None:
+    """Fills the outputs from a tensor in which they lie behind one another."""
+    for output, part in zip(outputs, joined.split([output.numel() for output in outputs]), strict=True):
+        output.copy_(part)
 
 
 # --- Waiting -------------------------------------------------------------------------------------------------------
@@ -125,20 +129,17 @@ class Waiter:
         self, done: Callable[[], bool], size: int, timeout: float, kept: object = None, awaited: int = EVERYBODY
     ) -> None:
         """Until done() says so; `kept` lives on if the wait ends otherwise."""
+        began, pace = time.monotonic(), Pace(size)
+        next_look = began + _LOOK
         try:
-            self._wait(done, size, timeout, awaited)
+            while not done():
+                if time.monotonic() >= next_look:
+                    self._look_around(began, timeout, awaited)
+                    next_look = time.monotonic() + _LOOK
+                pace.rest()
         except BaseException:
             self.pending.append((done, kept))
             raise
-
-    def _wait(self, done: Callable[[], bool], size: int, timeout: float, awaited: int) -> None:
-        began, pace = time.monotonic(), Pace(size)
-        next_look = began + _LOOK
-        while not done():
-            if time.monotonic() >= next_look:
-                self._look_around(began, timeout, awaited)
-                next_look = time.monotonic() + _LOOK
-            pace.rest()
 
     def sleep(self, finished: threading.Event, timeout: float, kept: object = None) -> None:
         """The same for what another thread does."""

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cputrain.distributed import failures
-from cputrain.distributed.engines import Engine, Watch
+from cputrain.distributed.engines import Engine, Watch, take_apart
 from cputrain.distributed.work import on_communication_cpus
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
@@ -45,10 +45,9 @@ class GlooEngine(Engine):
     def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
         """gloo has no lists: parts lie behind one another."""
         sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        source, target = _joined(inputs), torch.empty(sum(received), dtype=torch.uint8)
+        source, target = torch.cat(list(inputs)), torch.empty(sum(received), dtype=torch.uint8)
         self._finish(self._gloo.alltoall_base(target, source, received, sent), timeout, source, target)
-        for output, part in zip(outputs, target.split(received), strict=True):
-            output.copy_(part)
+        take_apart(target, outputs)
 
     def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
         """gloo wants equal sizes: uneven ones are padded."""
@@ -146,7 +145,3 @@ class _Patient:
 
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

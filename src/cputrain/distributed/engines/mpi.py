@@ -15,7 +15,7 @@ from torch import Tensor
 
 from cputrain import settings
 from cputrain.distributed import failures
-from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Waiter, Watch, all_answer, compiled
+from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Waiter, Watch, all_can, compiled
 
 # MPI is only ever called by who holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
 _lock = threading.Lock()
@@ -152,7 +152,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[
         said = f"{mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size}"
     except ValueError as error:
         said = f"! {error}"
-    numbers = [int(answer.split()[0]) for answer in all_answer(store, "mpi", rank, size, timeout, said)]
+    numbers = [int(answer.split()[0]) for answer in all_can(store, "mpi", rank, size, timeout, said)]
     if len(set(numbers)) < size:
         library = mpi.Get_library_version().split("\n")[0].strip("\0 ")
         raise ValueError(

@@ -67,11 +67,6 @@ class Library:
             setattr(self, name, function)
 
 
-def is_under_mpirun() -> bool:
-    """Whether oneCCL's messages are MPI's, by what it was told or the user has set."""
-    return value_of(ATL_TRANSPORT) == "mpi"
-
-
 def _prefix() -> Path:
     """Where pip put it: beside this Python. Another one may be named as CCL_ROOT, as Intel's own installers do."""
     for prefix in map(Path, filter(None, [sys.prefix, value_of(CCL_ROOT)])):
