@@ -217,7 +217,8 @@ def _gather(store: dist.Store, size: int, address: str, deadline: float) -> dict
     if is_first_rank():  # said by the first group, of all ranks; later groups have other first ranks
         authentication.say_if_unprotected()
     group = secrets.token_hex(16)  # other groups, and earlier attempts, have ports of their own
-    server = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, 0), family=family, backlog=1024)
     with contextlib.closing(authentication.Listener(server, _key(group), size)) as listener:
         store.set("monitor", f"{address} {listener.port} {group}")
         found: dict[int, socket.socket] = {}
@@ -253,10 +254,6 @@ def _report(store: dist.Store, rank: int, timeout: timedelta, deadline: float) -
 
 def _key(group: str) -> bytes:
     return authentication.key_for(f"monitor {group}")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _forget_all() -> None:

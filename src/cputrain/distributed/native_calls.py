@@ -229,8 +229,6 @@ class SharedMemory:
         self._kernels.ccl_absent(self._group_pointer, ctypes.addressof(answer))
         return [bool(one) for one in answer]
 
-    # --- Collectives, over addresses and bytes -------------------------------------------------------------------
-
     def reduce(self, name: str, address: int, size: int, dtype: int, reduction: int, root: int, timeout: int) -> None:
         """In place: the reduction of all ranks' memory, at the root or (-1) everywhere."""
         self._collective(timeout, REDUCE_ALL, name, dtype, reduction, root, size, 0, address)
@@ -253,8 +251,6 @@ class SharedMemory:
     def _collective(self, timeout: int, way: int, name: str, *what: int) -> None:
         collective = Collective(way, _OPERATION_NUMBERS[name], *what)
         self._checked(self._kernels.ccl_collective, ctypes.addressof(collective), timeout=timeout)
-
-    # --- From one rank to another --------------------------------------------------------------------------------
 
     def send(self, peer: int, address: int, size: int, timeout: int) -> None:
         self._checked(self._kernels.ccl_send, peer, address, size, timeout=timeout)

@@ -159,10 +159,10 @@ def _share(
         assert connection is not None, "a rank that isn't first has connected to the first"
         _send(connection, rank, [own])
         os.close(own)
-        _, received = _receive(connection, 1 + len(here.ranks), deadline)
+        received = _receive(connection, 1 + len(here.ranks), deadline)
         if not received:
             raise ConnectionError("the rank of this machine that offered memory has gone before it gave it.")
-        descriptor, here.pidfds = received[0], received[1:]
+        descriptor, *here.pidfds = received
     here.memory = mmap.mmap(descriptor, size)
     os.close(descriptor)
 
@@ -219,21 +219,20 @@ _DESCRIPTORS_AT_ONCE = 200
 
 def _send(connection: socket.socket, rank: int, descriptors: list[int]) -> None:
     for start in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
-        part = array.array("i", descriptors[start : start + _DESCRIPTORS_AT_ONCE])
-        connection.sendmsg([_RANK.pack(rank)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+        socket.send_fds(connection, [_RANK.pack(rank)], descriptors[start : start + _DESCRIPTORS_AT_ONCE])
 
 
-def _receive(connection: socket.socket, count: int, deadline: float) -> tuple[int, list[int]]:
-    """`count` descriptors, and the number that came with them; (-1, []) if the other side has gone."""
-    rank, found = -1, list[int]()
+def _receive(connection: socket.socket, count: int, deadline: float) -> list[int]:
+    """`count` descriptors; none if the other side has gone."""
+    found = list[int]()
     while len(found) < count:
         _wait_readable([connection], deadline)
         rank, part = _receive_part(connection)
         if rank < 0:
             _close_all(found)
-            return -1, []
+            return []
         found += part
-    return rank, found
+    return found
 
 
 def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:

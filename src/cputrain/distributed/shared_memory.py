@@ -34,10 +34,10 @@ def _spin(machine: Machine) -> int:
 class SharedMemoryTransport(Transport):
     name = "shm"
 
-    def __init__(self, machine: Machine, rank: int, everybody: list[Peer]) -> None:
-        """`rank` counts within the machine, `everybody` is the whole group."""
+    def __init__(self, machine: Machine, rank: int, group: list[Peer]) -> None:
+        """`rank` counts within the machine."""
         assert machine.memory is not None
-        self._machine, self._peers, self._everybody = machine, [everybody[r] for r in machine.ranks], everybody
+        self._machine, self._peers, self._group = machine, [group[r] for r in machine.ranks], group
         self.rank, self.size = rank, len(self._peers)
         self._buffer = ctypes.c_char.from_buffer(machine.memory)
         address = ctypes.addressof(self._buffer)
@@ -45,8 +45,6 @@ class SharedMemoryTransport(Transport):
         self._call_text = ""  # of the user's collective, if what runs here are its steps
         self._writing = [threading.Lock() for _ in self._peers]
         self._inboxes = [_Inbox(self, peer) for peer in range(self.size)]
-
-    # --- Reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         self._reduce("all_reduce", tensor, reduction, -1, timeout)
@@ -63,8 +61,6 @@ class SharedMemoryTransport(Transport):
         dtype = native_calls.dtype_number(output.dtype, reduction)
         what = output.data_ptr(), _memory_of(tensors)[0], output.nbytes, dtype, reduction
         self._call("reduce_scatter", output, timeout, self._memory.reduce_scatter, *what, reduction=reduction)
-
-    # --- Moves ---------------------------------------------------------------------------------------------------
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         address = tensor.data_ptr()
@@ -115,8 +111,6 @@ class SharedMemoryTransport(Transport):
         self._call(name, tensors[0], timeout, self._memory.exchange, *what)
         _copy(outputs[self.rank], tensors[self.rank])
 
-    # --- Messages ------------------------------------------------------------------------------------------------
-
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         head = torch.tensor([tag, tensor.nbytes])
         with self._writing[peer]:  # messages of several tags may be sent at once
@@ -146,14 +140,10 @@ class SharedMemoryTransport(Transport):
     def is_readable(self, peer: int) -> bool:
         return self._memory.is_readable(peer)
 
-    def begin_call(
-        self, text: str, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None
-    ) -> None:
+    def begin_call(self, text: str, *what: Any) -> None:
         """The collectives that follow are steps of this one: if ranks differ, it is the one that is named."""
         self._call_text = text
-        self._memory.begin_call(name, number, dtype, size, root, reduction)
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
+        self._memory.begin_call(*what)
 
     def abort(self) -> None:
         self._memory.abort()
@@ -182,7 +172,7 @@ class SharedMemoryTransport(Transport):
             call(*arguments, int(timeout * 1e9))
         except native_calls.CallFailed as error:
             mine = self._call_text or failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
-            raise failures.from_status(error.status, self._peers, self._everybody, mine, timeout) from None
+            raise failures.from_status(error.status, self._peers, self._group, mine, timeout) from None
 
 
 class _Inbox:

@@ -129,7 +129,7 @@ def _counts(transport: Transport, mine: Tensor, ranks: int, timeout: float) -> l
 
 
 def _gathered(transport: Transport, mine: Tensor, dim: int, counts: list[int], timeout: float) -> list[Tensor]:
-    """Everybody's tensor; they differ in one dimension only."""
+    """All ranks' tensors; they differ in one dimension only."""
     shapes = [[count if d == dim else size for d, size in enumerate(mine.shape)] for count in counts]
     found = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
     transport.all_gather(found, mine.contiguous(), timeout)

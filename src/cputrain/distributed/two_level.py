@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cputrain.distributed import failures, native_calls
-from cputrain.distributed.engines import EVERYBODY, Engine
+from cputrain.distributed.engines import ALL_RANKS, Engine
 from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, PeerLate
 from cputrain.distributed.monitor import DIFFERS, LATE, Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
@@ -77,8 +77,6 @@ class TwoLevelTransport(Transport):
         self.name = f"shm+{self._flat.name}" if self.size > len(machines) else self._flat.name
         self._broken = False
 
-    # --- Reductions ----------------------------------------------------------------------------------------------
-
     @_named
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout, reduction=reduction)
@@ -86,7 +84,9 @@ class TwoLevelTransport(Transport):
 
     def _reduce_everywhere(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         native_calls.dtype_number(tensor.dtype, reduction)
-        wide = _exact(tensor, summed_locally=self.size > len(self._machines))
+        # Sums of a machine's ranks are kept in fp32 where they are of 16-bit floats; the same on every machine.
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        wide = tensor.float() if half and self.size > len(self._machines) else tensor
         # A mean is divided once, by all ranks, where the machines' sums are added.
         locally = native_calls.PART_OF_MEAN if reduction == native_calls.MEAN else reduction
         self._local.reduce(wide, locally, 0, timeout)
@@ -129,8 +129,6 @@ class TwoLevelTransport(Transport):
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._reduce_everywhere(joined, reduction, timeout)
         output.copy_(joined[self.rank * output.numel() :][: output.numel()].reshape(output.shape))
-
-    # --- Moves ---------------------------------------------------------------------------------------------------
 
     @_named
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
@@ -202,15 +200,11 @@ class TwoLevelTransport(Transport):
         self._enter(name, "nothing", 0, timeout)
         self._reduce_everywhere(torch.ones(1, dtype=torch.uint8), native_calls.SUM, timeout)
 
-    # --- Messages ------------------------------------------------------------------------------------------------
-
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         self._through(self._flat.send, _bytes([tensor])[0], peer, tag, timeout)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
         return self._through(self._flat.receive, _bytes([tensor])[0], peer, tag, timeout)
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self._local.abort()
@@ -225,7 +219,7 @@ class TwoLevelTransport(Transport):
             if engine is not None:
                 engine.close(self._broken)
 
-    def check_peers(self, awaited: int = EVERYBODY) -> None:
+    def check_peers(self, awaited: int = ALL_RANKS) -> None:
         """Raises if ranks are known to differ, if one is dead, or if an awaited one has ended the group."""
         found, last, mine = self._monitor.found, self._last, self._mine
         if DIFFERS in found and found[DIFFERS][0] != self.rank:
@@ -236,7 +230,7 @@ class TwoLevelTransport(Transport):
         if self._monitor.dead >= 0:
             raise failures.died_elsewhere(self._peers[self._monitor.dead], last, mine) from None
         for rank, since in list(self._monitor.left.items()):  # once what it sent is here
-            if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
+            if awaited in (ALL_RANKS, rank) and time.monotonic() - since > _LAST_BYTES:
                 raise failures.left_elsewhere(self._peers[rank], last, mine) from None
 
     def _given_up(self, waiting: int, late: int) -> PeerLate:
@@ -309,12 +303,6 @@ class TwoLevelTransport(Transport):
 _LAST_BYTES = 4.0
 # Room for what a collective is called in messages.
 _TITLE = 96
-
-
-def _exact(tensor: Tensor, summed_locally: bool) -> Tensor:
-    """Where sums of a machine's ranks are kept: those of 16-bit floats in fp32. The same on every machine."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if half and summed_locally else tensor
 
 
 def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:

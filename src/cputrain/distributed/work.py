@@ -39,8 +39,6 @@ class Work(TorchWork):
         self._future: torch.futures.Future | None = None  # what callers get, made of `_ended`
         self._source = -1
 
-    # --- For the lane ----------------------------------------------------------------------------------------
-
     def finish(self, error: BaseException | None = None) -> None:
         with self._lock:
             self._error, self._done = error, True
@@ -49,8 +47,6 @@ class Work(TorchWork):
             finished.set()
         if ended is not None:
             ended.set_result(None)
-
-    # --- For the caller --------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
@@ -104,8 +100,7 @@ class Work(TorchWork):
     def source_rank(self) -> int:
         return self._source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
 
 
 class SeveralWorks(TorchWork):
@@ -236,8 +231,11 @@ def run_profiled(
 
 def move_to_communication_cpus() -> None:
     """This thread, and all that it starts from now on, if cores were kept free for communication."""
-    if communication_cpus():
-        _move(frozenset(communication_cpus()))
+    if wanted := communication_cpus():
+        try:
+            os.sched_setaffinity(0, wanted)
+        except OSError as error:
+            say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")
 
 
 @contextlib.contextmanager
@@ -250,10 +248,3 @@ def on_communication_cpus() -> Iterator[None]:
     finally:
         if communication_cpus():
             os.sched_setaffinity(0, before)
-
-
-def _move(wanted: frozenset[int]) -> None:
-    try:
-        os.sched_setaffinity(0, wanted)
-    except OSError as error:
-        say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")

@@ -228,7 +228,7 @@ def openmp_runtime(environ: Mapping[str, str], torch_folder: Path | None = None)
     deps = folder / "lib" / "libtorch_global_deps.so" if folder else None
     if deps is None or not deps.exists():
         return "unknown", "torch's libraries were not found"
-    # torch opens this tiny library first, globally, and what it needs is what everybody gets.
+    # torch opens this tiny library first, globally, and what it needs is what all get.
     found = _RUNTIME.search(deps.read_bytes().decode("latin-1"))
     if not found:
         return "unknown", f"{deps} names none"

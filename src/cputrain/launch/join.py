@@ -95,7 +95,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
     meeting, exchange = rendezvous.meet(place, environ)
     if meeting.token and not environ.get(authentication.TOKEN):
         environ[authentication.TOKEN] = meeting.token
-    if _nobody_watches(place, environ):
+    if _has_no_launcher(place, environ):
         roll_call.hold(f"{meeting.address}:{meeting.port}", place.rank, place.size, environ, roll_call.RANKS)
         environ[MET] = "1"
     environ.update(
@@ -121,7 +121,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
     return exchange
 
 
-def _nobody_watches(place: ranks.Place, environ: Mapping[str, str]) -> bool:
+def _has_no_launcher(place: ranks.Place, environ: Mapping[str, str]) -> bool:
     """Ranks that were numbered by hand: no launcher would end them if one is missing, and torch waits half an hour."""
     numbered = place.by == "environment" and place.size > 1
     return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, MET))

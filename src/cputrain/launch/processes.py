@@ -181,7 +181,7 @@ def exit_code(code: int) -> int:
 
 
 class Failure(NamedTuple):
-    """Why the training is over for everybody, in words, and with which exit code."""
+    """Why the training is over on all ranks, in words, and with which exit code."""
 
     sentence: str
     code: int

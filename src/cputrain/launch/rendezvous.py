@@ -41,7 +41,7 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
     exchange = None if address and place.by == "openmpi" else pmi.exchange(place, environ)
     if exchange is None:
         if not address:
-            raise ValueError(_nobody_knows(place))
+            raise ValueError(_unknown_address(place))
         return Meeting(address, port or _openmpi_port(environ), reason), None
     if address:
         said, token = exchange.broadcast(f"{port or _free_port()},{authentication.new_token()}").split(",")
@@ -61,7 +61,7 @@ def _told_address(place: Place, environ: Mapping[str, str]) -> tuple[str | None,
     return None, ""
 
 
-def _nobody_knows(place: Place) -> str:
+def _unknown_address(place: Place) -> str:
     said = {
         "environment": "RANK, WORLD_SIZE and LOCAL_RANK are set, but not MASTER_ADDR: set it to rank 0's address.",
         "openmpi": "Open MPI has no libpmix to ask where rank 0 is: give mpirun -x MASTER_ADDR=…, or install mpi4py.",
@@ -100,7 +100,7 @@ def _greeting_key(token: str) -> bytes:
 
 
 class _Greeter:
-    """Listens at a port until everybody has tried to reach it; then the port is free for torch's store.
+    """Listens at a port until all ranks have tried to reach it; then the port is free for torch's store.
 
     At all addresses: which one the others reach is the question.
     """

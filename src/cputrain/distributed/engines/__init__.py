@@ -59,13 +59,13 @@ class Engine(ABC):
         """Lets go of connections. After a failure (`broken`) others may never answer, and nothing waits for them."""
 
 
-EVERYBODY, NOBODY = -1, -2
+ALL_RANKS, NO_RANK = -1, -2
 
 
 class Watch(Protocol):
     """Called now and then by a rank that waits."""
 
-    def __call__(self, awaited: int = EVERYBODY) -> None:
+    def __call__(self, awaited: int = ALL_RANKS) -> None:
         """Raises if a rank is known to be dead, or if one that is awaited has ended the group."""
 
 
@@ -94,7 +94,7 @@ def take_apart(joined: Tensor, outputs: Sequence[Tensor]) -> None:
 # Looks at full speed: a little more than a message takes, and four times what the slowest memory takes for the bytes.
 _BEGIN, _PER_BYTE = 200e-6, 4e-9
 _SHORTEST, _LONGEST = 50e-6, 2e-3
-# How often it is looked who is still there.
+# How often a rank that waits asks which peers are still there.
 _LOOK = 0.2
 
 
@@ -126,7 +126,7 @@ class Waiter:
     pending: list[object] = field(default_factory=list)
 
     def wait(
-        self, done: Callable[[], bool], size: int, timeout: float, kept: object = None, awaited: int = EVERYBODY
+        self, done: Callable[[], bool], size: int, timeout: float, kept: object = None, awaited: int = ALL_RANKS
     ) -> None:
         """Until done() says so; `kept` lives on if the wait ends otherwise."""
         began, pace = time.monotonic(), Pace(size)
@@ -146,7 +146,7 @@ class Waiter:
         began = time.monotonic()
         try:
             while not finished.wait(_LOOK):
-                self._look_around(began, timeout, EVERYBODY)
+                self._look_around(began, timeout, ALL_RANKS)
         except BaseException:
             self.pending.append(kept)
             raise

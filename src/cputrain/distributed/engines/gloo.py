@@ -110,7 +110,7 @@ class GlooEngine(Engine):
             if self._aborted:
                 raise failures.CollectiveError("the process group has been shut down.")
             if failed:
-                time.sleep(0.5)  # who is gone is known a moment later than that a connection is
+                time.sleep(0.5)  # which rank is gone is known a moment later than that a connection is
             self._watch()
             if failed:
                 raise failures.PeerDied(f"a connection between the machines failed: {error}") from None

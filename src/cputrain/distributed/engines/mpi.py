@@ -15,9 +15,9 @@ from torch import Tensor
 
 from cputrain import settings
 from cputrain.distributed import failures
-from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Waiter, Watch, all_can, compiled
+from cputrain.distributed.engines import ALL_RANKS, NO_RANK, Engine, Waiter, Watch, all_can, compiled
 
-# MPI is only ever called by who holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
+# MPI is only ever called by a thread that holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
 _lock = threading.Lock()
 _INTEL, _MPICH, _OPEN_MPI = "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"
 # MPI before version 4 counts with 32 bits.
@@ -79,7 +79,7 @@ class MpiEngine(Engine):
             found.append(message)
             return message is not None
 
-        self._waiter.wait(arrived, 0, timeout, None, NOBODY if peer is None else peer)
+        self._waiter.wait(arrived, 0, timeout, None, NO_RANK if peer is None else peer)
         sender, size = status.Get_source(), status.Get_count(self._mpi.BYTE)
         expected = min(tensor.numel(), _PIECE)
         if size != expected:
@@ -117,7 +117,7 @@ class MpiEngine(Engine):
             raise ValueError(f"tags of this MPI go from 0 to {self._highest_tag}, found {tag}.")
         return tag + _FIRST_MESSAGE
 
-    def _finish(self, requests: list[Any], size: int, timeout: float, kept: Any, awaited: int = EVERYBODY) -> None:
+    def _finish(self, requests: list[Any], size: int, timeout: float, kept: Any, awaited: int = ALL_RANKS) -> None:
         def done() -> bool:
             with _lock:
                 return self._mpi.Request.Testall(requests)
