@@ -15,10 +15,36 @@ from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
 
-class Transport(ABC):
-    """Ranks are those of the group. Timeouts are seconds. Every call returns when this rank's part is done."""
+class Carrier(ABC):
+    """What a transport and an engine both do. Timeouts are seconds; a call returns when this rank's part is done."""
 
     name: str
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+        """Sizes may differ between ranks, and are known to all."""
+
+    @abstractmethod
+    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+        """outputs[r] receives what rank r has for this one; any sizes."""
+
+    @abstractmethod
+    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
+
+    @abstractmethod
+    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
+        """From one rank, or from any (None); returns which rank it was."""
+
+    @abstractmethod
+    def abort(self) -> None:
+        """Ends whatever waits in other threads; nothing works afterwards."""
+
+
+class Transport(Carrier):
+    """Ranks are those of the group."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
@@ -27,13 +53,6 @@ class Transport(ABC):
     @abstractmethod
     def reduce(self, tensor: Tensor, reduction: int, root: int, timeout: float) -> None:
         """In place at the root; elsewhere the tensor stays as it is."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
-
-    @abstractmethod
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
-        """Sizes may differ between ranks, and are known to all."""
 
     @abstractmethod
     def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
@@ -47,26 +66,11 @@ class Transport(ABC):
     def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None: ...
 
     @abstractmethod
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
-        """Any sizes."""
-
-    @abstractmethod
     def barrier(self, timeout: float, name: str = "barrier") -> None: ...
 
-    @abstractmethod
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
-
-    @abstractmethod
-    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
-        """From one rank, or from any (None); returns who it was."""
-
     def absent(self) -> list[Peer]:
-        """After a collective that timed out: who had not come to it, as far as is known."""
+        """After a collective that timed out: which ranks had not come to it, as far as is known."""
         return []
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Ends whatever waits in other threads; nothing works afterwards."""
 
     @abstractmethod
     def close(self) -> None:

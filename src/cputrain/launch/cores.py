@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain.hardware import Cpus, Hardware
+from cputrain.settings import preloaded
 
 
 @dataclass(frozen=True)
@@ -156,7 +157,10 @@ def threads(asked: str | None, share: Share) -> tuple[int, str | None]:
             f"threads wait for each other, {share.threads} would be faster."
         )
     idle = share.threads - number
-    return number, f"OMP_NUM_THREADS={number} is kept; {idle} of {_cores(share.threads)} stay idle." if idle else None
+    return (
+        number,
+        f"OMP_NUM_THREADS={number} is kept; {idle} of {_cores(share.threads)} stay idle." if idle else None,
+    )
 
 
 def _cores(number: int) -> str:
@@ -220,11 +224,12 @@ _RUNTIME = re.compile(r"lib(gomp|iomp5|omp)\b[^/\0]*\.so")
 
 def openmp_runtime(environ: Mapping[str, str], torch_folder: Path | None = None) -> tuple[str, str]:
     """The one that torch loads (GNU, Intel, LLVM or unknown), and why. Settings must be there before torch's import."""
-    for library in re.split(r"[: ]", environ.get("LD_PRELOAD", "")):
+    for library in preloaded(environ):
         found = _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library)))
         if found:
             return _RUNTIMES[found[1]], f"LD_PRELOAD={library}"
-    folder = torch_folder or _torch_folder()
+    torch = importlib.util.find_spec("torch")
+    folder = torch_folder or (Path(torch.origin).parent if torch and torch.origin else None)
     deps = folder / "lib" / "libtorch_global_deps.so" if folder else None
     if deps is None or not deps.exists():
         return "unknown", "torch's libraries were not found"
@@ -248,11 +253,6 @@ def openmp_settings(kind: str, crowded: bool) -> dict[str, str]:
     return {}
 
 
-def _torch_folder() -> Path | None:
-    found = importlib.util.find_spec("torch")
-    return Path(found.origin).parent if found and found.origin else None
-
-
 # --- Allocators --------------------------------------------------------------------------------------------------
 
 # By the names that stay the same between releases. The minimal tcmalloc has no profiler, and needs no libunwind.
@@ -267,7 +267,7 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 def preload(name: str, environ: Mapping[str, str], folders: tuple[str, ...] = ()) -> tuple[str, list[str]]:
     """LD_PRELOAD for the ranks, and warnings. What the user preloads stays if it loads; ld.so ignores the rest."""
     kept, warnings = [], []
-    for library in filter(None, re.split(r"[: ]", environ.get("LD_PRELOAD", ""))):
+    for library in preloaded(environ):
         if loads(library):
             kept.append(library)
         else:

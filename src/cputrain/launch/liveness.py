@@ -55,7 +55,6 @@ class Links:
             self._connect(own, dict.fromkeys([endpoint, *addresses]), int(port), start)
 
     def look(self) -> None:
-        """To be called again and again."""
         while not self._arrived.empty():
             self._add(*self._arrived.get())
         for number, link in list(self._links.items()):

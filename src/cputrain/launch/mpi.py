@@ -172,10 +172,7 @@ def _supervised(words: list[str], environ: dict[str, str], sessions: list[Sessio
             start_new_session=True,
         )
         assert process.stdout and process.stderr
-        readers = [
-            output.pass_on(process.stdout, sys.stdout.buffer),
-            output.pass_on(process.stderr, sys.stderr.buffer),
-        ]
+        readers = [output.pass_on(process.stdout, sys.stdout.buffer), output.pass_on(process.stderr, sys.stderr.buffer)]
         try:
             with liveness.beating(sessions):
                 return _wait(process, sessions)

@@ -71,9 +71,6 @@ class Order:
         settings = "".join(f", {name}={value}" for name, value in self.meeting.items())
         return f"{number} machines, {self.backend} at {self.endpoint}{settings}{often}"
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
-
 
 def run(order: Order) -> int:
     """Starts the ranks and waits for those of all machines; the exit code is the one of the rank that failed first.
@@ -146,11 +143,10 @@ def _logs(printed: output.Output) -> Any:
 
     class Pipes(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            out, err = output.standard_streams()
             rank_of = {local: int(environ["RANK"]) for local, environ in envs.items()}
             return LogsDest(
-                stdouts={local: printed.pipe(rank, out) for local, rank in rank_of.items()},
-                stderrs={local: printed.pipe(rank, err) for local, rank in rank_of.items()},
+                stdouts={local: printed.pipe(rank, sys.stdout.buffer) for local, rank in rank_of.items()},
+                stderrs={local: printed.pipe(rank, sys.stderr.buffer) for local, rank in rank_of.items()},
                 error_files={local: os.devnull for local in envs},
             )
 
@@ -166,10 +162,10 @@ def _logs(printed: output.Output) -> Any:
 
 def run_on(machines: list[Machine], order: Order) -> int:
     """Starts all machines, waits, and ends all as soon as one fails."""
-    sessions = [
-        Session(machine.name, replace(order, processes=machine.processes, machines=len(machines), machine=n).to_json())
-        for n, machine in enumerate(machines)
-    ]
+    sessions = []
+    for number, machine in enumerate(machines):
+        its_order = replace(order, processes=machine.processes, machines=len(machines), machine=number)
+        sessions.append(Session(machine.name, json.dumps(asdict(its_order))))
     processes.adopt_orphans()
     with processes.sigterm_interrupts():
         try:

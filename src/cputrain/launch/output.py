@@ -60,7 +60,6 @@ class Output:
         return f"/proc/{os.getpid()}/fd/{write}"
 
     def add(self, read: int, rank: int, stream: BinaryIO) -> None:
-        """Copies what comes from a pipe."""
         os.set_blocking(read, False)
         with self._lock:
             self._selector.register(read, selectors.EVENT_READ, _Source(stream, rank))
@@ -204,7 +203,7 @@ def _copy_for(rank_process: int, rank: int, folder: str | None, bars: bool, read
         os.closerange(first + 1, last)
     take_over()
     output = Output(folder, bars)
-    for read, stream in zip(reads, standard_streams(), strict=True):
+    for read, stream in zip(reads, (sys.stdout.buffer, sys.stderr.buffer), strict=True):
         output.add(read, rank, stream)
     output.close(while_lives=rank_process)
     os._exit(exit_code(0))
@@ -340,11 +339,6 @@ def take_over() -> None:
             sink, getattr(before, "encoding", None), "backslashreplace", write_through=True
         )
         setattr(sys, name, text)
-
-
-def standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """After `take_over`."""
-    return sys.stdout.buffer, sys.stderr.buffer
 
 
 def reserve_descriptors() -> None:

@@ -62,19 +62,15 @@ def make(
     if config.num_machines > 1:
         return _one_of_several(config, task)
     machines = [Machine("localhost", config.ppn if config.ppn and size is None else config.num_processes, 0)]
-    _check_ppn(config, machines)
+    if config.ppn and config.ppn < machines[0].processes:
+        raise ValueError(
+            f"{machines[0].processes} processes with --ppn {config.ppn} need several machines: give a --hostfile."
+        )
     if config.engine == "mpi":
         return _by_mpi(config, machines, task, _needed_mpi(task, mpirun_asked), "--engine mpi")
     number = machines[0].processes
     reason = f"all {number} ranks are on this machine" if number > 1 else "one rank, on this machine"
     return _by_agent(config, task, machines[0], reason, "local" if config.engine == "auto" else config.engine)
-
-
-def _check_ppn(config: Config, machines: list[Machine]) -> None:
-    if config.ppn and config.ppn < machines[0].processes:
-        raise ValueError(
-            f"{machines[0].processes} processes with --ppn {config.ppn} need several machines: give a --hostfile."
-        )
 
 
 # --- This machine ------------------------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ import atexit
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -53,6 +54,11 @@ def exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
     return None
 
 
+def _keys() -> Iterator[str]:
+    """A name for each broadcast, the same on all ranks."""
+    return (f"cputrain-{number}" for number in itertools.count())
+
+
 class Pmi:
     """Of Intel MPI and MPICH (Hydra), by the socket that mpirun left open for this rank."""
 
@@ -62,15 +68,14 @@ class Pmi:
         self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
         self._lines = self._socket.makefile("rb")
         self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
-        self._broadcasts, self._process = 0, os.getpid()
+        self._keys, self._process = _keys(), os.getpid()
         self.exit_code = 0
         self._has_parent = JOB in environ  # which says how this rank ended (`processes.stay_behind`)
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
         assert _WORD.fullmatch(value) and len(value) < 900, value  # the least maximum of the known managers is 1024
-        key = f"cputrain-{self._broadcasts}"
-        self._broadcasts += 1
+        key = next(self._keys)
         if self.rank == 0:
             self._ask(f"cmd=put kvsname={self._space} key={key} value={value}", "put_result")
         self.barrier()
@@ -141,14 +146,13 @@ class Pmix:
 
     def __init__(self, calls: ctypes.CDLL) -> None:
         self._calls, self._own = calls, _Process()
-        self._process, self._broadcasts = os.getpid(), 0
+        self._keys, self._process = _keys(), os.getpid()
         self.exit_code = 0
         self._call("Init", ctypes.byref(self._own), None, ctypes.c_size_t(0))
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
-        key = f"cputrain-{self._broadcasts}".encode()
-        self._broadcasts += 1
+        key = next(self._keys).encode()
         if self._own.rank == 0:
             said = _Value(_STRING, value.encode())
             self._call("Put", ctypes.c_uint8(_GLOBAL), key, ctypes.byref(said))

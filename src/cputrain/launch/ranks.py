@@ -246,7 +246,9 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
     port = told.get("MASTER_PORT") or told.get("PET_MASTER_PORT") or config.main_process_port or PORT
     if not endpoint and not address:
         raise ValueError(f"it is not said where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
-    where = _with_port(endpoint) if endpoint else f"{address}:{port}"
+    if endpoint and not endpoint.rpartition(":")[2].isdecimal():
+        endpoint = f"{endpoint}:{_RENDEZVOUS_PORT}"
+    where = endpoint or f"{address}:{port}"
     if backend != "static":
         return {"backend": backend, "endpoint": where, "run_id": told.get("PET_RDZV_ID") or "none"}
     if place.machines != place.most:
@@ -259,10 +261,6 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
             f"it is not said which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK."
         )
     return {"backend": "static", "endpoint": where, "machine": place.rank}
-
-
-def _with_port(endpoint: str) -> str:
-    return endpoint if endpoint.rpartition(":")[2].isdecimal() else f"{endpoint}:{_RENDEZVOUS_PORT}"
 
 
 def _settings(text: str) -> dict[str, str]:

@@ -190,12 +190,9 @@ def is_loopback(host: str) -> bool:
 
 def server_at(address: str, port: int) -> socket.socket:
     """A listening socket; the address "" is all of this machine's, of IPv4 and IPv6."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=1024)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
 def address_towards(host: str) -> str | None:

@@ -101,7 +101,6 @@ class _Patience:
         self._next = _FIRST_WORD
 
     def check(self, missing: str, why: str = "", grace: float = 0.0) -> None:
-        """Raises when the time is over."""
         passed = time.monotonic() - self._begin
         if passed > self._seconds + grace:
             raise ValueError(

@@ -93,24 +93,23 @@ class Session:
         )
         self.started = True
         assert self.process.stdin and self.process.stdout and self.process.stderr
+        self._stdin = self.process.stdin
         errors = threading.Thread(target=self._copy, args=(self.process.stderr,), daemon=True)
         errors.start()
         self._readers = [errors]
         if not answers:
             self._readers.append(output.pass_on(self.process.stdout, sys.stdout.buffer))
         with contextlib.suppress(BrokenPipeError):  # ssh has ended: its code and its words say why
-            self.process.stdin.write(self._first_words.encode() + b"\n")
-            self.process.stdin.flush()
+            self._stdin.write(self._first_words.encode() + b"\n")
+            self._stdin.flush()
 
     @property
     def input(self) -> int:
-        assert self.process.stdin
-        return self.process.stdin.fileno()
+        return self._stdin.fileno()
 
     def close(self) -> None:
-        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._stdin.close()
 
     def _copy(self, stream: BinaryIO) -> None:
         """Ranks' lines begin with their number, and ours with our name; the rest is ssh's."""
