@@ -41,27 +41,20 @@ _IN_COLLECTIVE = -(2**31)  # a rank follows, and the number of the collective th
 DIFFERS = _IN_COLLECTIVE + 1  # a rank follows, and one that called another collective than it
 LATE = _IN_COLLECTIVE + 2  # a rank follows, and one for which it has waited in vain
 
+_Tell = Callable[[int, int], None]
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 class Monitor:
-    """Who of a group has died, as far as the connections tell."""
+    """Which ranks of a group have died, as far as the connections tell."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        address: str,
-        timeout: timedelta,
-        tell: Callable[[int, int], None],
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, tell: _Tell) -> None:
         """`tell` is called in a thread of its own: what happened (native_calls.DIED, MISMATCH), and to which rank."""
         self.rank, self.dead, self._tell = rank, -1, tell
         self.found: dict[int, tuple[int, int]] = {}  # the two ranks of the first DIFFERS, and of the first LATE
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
-        self.left: dict[int, float] = {}  # who has ended the group properly, and when
+        self.left: dict[int, float] = {}  # the ranks that have ended the group properly, and when
         self._size, self._entered, self._entered_at = size, 0, time.monotonic()
         self._progress = dict.fromkeys(range(size), 0)  # the collective that each rank is known to have come to
         self._told: dict[int, int] = {}  # what of it was passed on

@@ -131,16 +131,9 @@ def reduce_tensors(out: torch.Tensor, sources: Sequence[torch.Tensor], reduction
                 f"elements, found {tensor.dtype} on {tensor.device} of shape {tuple(tensor.shape)}."
             )
     known = ctypes.c_int64()
-    native.kernels().ccl_reduce(
-        dtype_number(out.dtype, reduction),
-        reduction,
-        out.data_ptr(),
-        array_of(ctypes.c_void_p, [source.data_ptr() for source in sources]),
-        len(sources),
-        out.numel(),
-        divisor,
-        ctypes.byref(known),
-    )
+    addresses = array_of(ctypes.c_void_p, [source.data_ptr() for source in sources])
+    what = dtype_number(out.dtype, reduction), reduction, out.data_ptr(), addresses
+    native.kernels().ccl_reduce(*what, len(sources), out.numel(), divisor, ctypes.byref(known))
     assert known.value, "dtype_number lets only known reductions pass"
 
 

@@ -11,29 +11,72 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import CollectiveError, PeerLate
-from cputrain.distributed.named_group import NamedGroup
 from cputrain.distributed.tensors import Outputs, cut, in_place, parts_of, sparse_all_reduce, to_read
-from cputrain.distributed.transport import Transport
-from cputrain.distributed.work import Lane, SeveralWorks, Work, run_profiled
+from cputrain.distributed.transport import Tensors, Transport
+from cputrain.distributed.work import Lane, Operation, SeveralWorks, Work, run_profiled
 
-Tensors = Sequence[Tensor]
+_Splits = Sequence[int]
+_Inputs = Tensors | None
 _live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
 # How long the end of a group waits for operations that were queued and not waited for.
 _GRACE = 1.0
 
 
-class CclProcessGroup(NamedGroup):
+class _NamedGroup(dist.ProcessGroup):
+    """What torch asks of every group besides operations; it keeps these in backends, of which ccl's group has none."""
+
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+    _sequence, _name, _description = 0, "", ""
+
+    def getBackendName(self) -> str:
+        return "ccl"
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> _NamedGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"ccl has no backend for {device}.")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+
+class CclProcessGroup(_NamedGroup):
     def __init__(self, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.transport = transport
@@ -180,12 +223,7 @@ class CclProcessGroup(NamedGroup):
         return self._run("all_to_all", run, list(outputs), opts, inputs)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, tensor: Tensor, output_splits: _Splits, input_splits: _Splits, opts: Any = None
     ) -> Work:
         limit = self._limit(opts)
         sources = cut(to_read(tensor), input_splits, self._size, "the input")
@@ -237,20 +275,13 @@ class CclProcessGroup(NamedGroup):
                 raise
             raise failures.all_late(self.transport.absent(), limit, error) from None
 
-    def _run(
-        self,
-        name: str,
-        operation: Callable[[Work], None],
-        tensors: list[Tensor],
-        opts: Any,
-        inputs: Tensors | None = None,
-    ) -> Work:
+    def _run(self, name: str, operation: Operation, tensors: list[Tensor], opts: Any, inputs: _Inputs = None) -> Work:
         """`tensors` are the results; the profiler shows the shapes of the `inputs`, where those are others."""
         self._sequence += 1
         asynchronous = getattr(opts, "asyncOp", True) or self._coalesced is not None
         return self._start(name, self._collectives, operation, tensors, asynchronous, inputs)
 
-    def _run_beside(self, key: tuple[str, int, int], operation: Callable[[Work], None], tensors: list[Tensor]) -> Work:
+    def _run_beside(self, key: tuple[str, int, int], operation: Operation, tensors: list[Tensor]) -> Work:
         """Messages don't wait for collectives, nor for messages of another rank or tag."""
         lane = self._lanes.get(key)
         if lane is None:
@@ -261,15 +292,15 @@ class CclProcessGroup(NamedGroup):
         self,
         name: str,
         lane: Lane,
-        operation: Callable[[Work], None],
+        run: Operation,
         tensors: list[Tensor],
         asynchronous: bool,
-        inputs: Tensors | None = None,
+        inputs: _Inputs = None,
     ) -> Work:
         if profiler._is_profiler_enabled:
-            work = run_profiled(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
+            work = run_profiled(lane, name, run, tensors, tensors if inputs is None else inputs, asynchronous)
         else:
-            work = lane.run(operation, tensors, asynchronous)
+            work = lane.run(run, tensors, asynchronous)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work

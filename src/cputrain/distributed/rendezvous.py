@@ -142,9 +142,6 @@ def _partition(leaders: list[int]) -> list[list[int]]:
     return [machines[first] for first in sorted(machines)]
 
 
-# --- Memory and pidfds over the socket ---------------------------------------------------------------------------
-
-
 def _share(
     here: Machine, rank: int, listener: socket.socket, connection: socket.socket | None, deadline: float
 ) -> None:
@@ -250,9 +247,6 @@ def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:
         return _RANK.unpack(data)[0], found.tolist()
     _close_all(found)
     return -1, []
-
-
-# --- Addresses for other machines --------------------------------------------------------------------------------
 
 
 def reachable_address(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:

@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from cputrain import hardware
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import Peer
 from cputrain.distributed.rendezvous import Machine
-from cputrain.distributed.transport import Transport
+from cputrain.distributed.transport import Tensors, Transport
 
+_NativeCall = Callable[..., None]
 # A look takes about 50 ns: 100 µs, a little more than a sleeper takes to wake. With more ranks than cores every look
 # takes time from the rank that is waited for.
 _SPIN = 2000
@@ -57,7 +58,7 @@ class SharedMemoryTransport(Transport):
         what = (name, tensor.data_ptr(), tensor.nbytes, dtype, reduction, root)
         self._call(name, tensor, timeout, self._memory.reduce, *what, reduction=reduction)
 
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None:
         dtype = native_calls.dtype_number(output.dtype, reduction)
         what = output.data_ptr(), _memory_of(tensors)[0], output.nbytes, dtype, reduction
         self._call("reduce_scatter", output, timeout, self._memory.reduce_scatter, *what, reduction=reduction)
@@ -68,19 +69,19 @@ class SharedMemoryTransport(Transport):
         sizes = [tensor.nbytes if rank == root else 0 for rank in range(self.size)]
         self._publish("broadcast", tensor, sizes, targets, root, timeout)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         targets = [output.data_ptr() or _ANYWHERE for output in outputs]
         self._publish("all_gather", tensor, [output.nbytes for output in outputs], targets, -1, timeout)
         _copy(outputs[self.rank], tensor)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         targets = [output.data_ptr() for output in outputs] or [0] * self.size
         sizes = [0 if rank == root else tensor.nbytes for rank in range(self.size)]
         self._publish("gather", tensor, sizes, targets, root, timeout)
         if outputs:
             _copy(outputs[self.rank], tensor)
 
-    def gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor, sizes: list[int], timeout: float) -> None:
+    def gather_uneven(self, outputs: Tensors, tensor: Tensor, sizes: list[int], timeout: float) -> None:
         """To the machine's first rank, which alone has outputs."""
         targets = [output.data_ptr() for output in outputs] or [0] * self.size
         self._publish("all_gather", tensor, sizes, targets, -1, timeout)
@@ -95,18 +96,16 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self._call(name, tensor, timeout, self._memory.publish, name, tensor.data_ptr(), sizes, targets, root)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         nothing = [output.new_empty(0)] * self.size
         sources = list(tensors) if self.rank == root else nothing
         targets = [output if rank == root else nothing[0] for rank in range(self.size)]
         self._exchange("scatter", targets, sources, root, timeout)
 
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         self._exchange("all_to_all", outputs, tensors, -1, timeout)
 
-    def _exchange(
-        self, name: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], root: int, timeout: float
-    ) -> None:
+    def _exchange(self, name: str, outputs: Tensors, tensors: Tensors, root: int, timeout: float) -> None:
         what = name, _memory_of(tensors), _memory_of(outputs), root
         self._call(name, tensors[0], timeout, self._memory.exchange, *what)
         _copy(outputs[self.rank], tensors[self.rank])
@@ -164,12 +163,12 @@ class SharedMemoryTransport(Transport):
         name: str,
         tensor: Tensor,
         timeout: float,
-        call: Callable[..., None],
-        *arguments: Any,
+        call: _NativeCall,
+        *what: Any,
         reduction: int | None = None,
     ) -> None:
         try:
-            call(*arguments, int(timeout * 1e9))
+            call(*what, int(timeout * 1e9))
         except native_calls.CallFailed as error:
             mine = self._call_text or failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
             raise failures.from_status(error.status, self._peers, self._group, mine, timeout) from None
@@ -234,7 +233,7 @@ class _Inbox:
                 self._changed.notify_all()
 
 
-def _memory_of(tensors: Sequence[Tensor]) -> tuple[list[int], list[int]]:
+def _memory_of(tensors: Tensors) -> tuple[list[int], list[int]]:
     """Addresses and sizes."""
     return [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import CollectivesDiffer
-from cputrain.distributed.transport import Transport
+from cputrain.distributed.transport import Tensors, Transport
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Outputs:
         return copy
 
 
-def in_place(tensors: Sequence[Tensor], run: Callable[[Tensor], None]) -> None:
+def in_place(tensors: Tensors, run: Callable[[Tensor], None]) -> None:
     """Runs an operation that reads and writes each tensor."""
     for tensor in tensors:
         with Outputs() as outputs:

@@ -14,6 +14,8 @@ from torch import Tensor
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import Peer
 
+Tensors = Sequence[Tensor]
+
 
 class Carrier(ABC):
     """What a transport and an engine both do. Timeouts are seconds; a call returns when this rank's part is done."""
@@ -24,11 +26,11 @@ class Carrier(ABC):
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
 
     @abstractmethod
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """Sizes may differ between ranks, and are known to all."""
 
     @abstractmethod
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         """outputs[r] receives what rank r has for this one; any sizes."""
 
     @abstractmethod
@@ -55,15 +57,15 @@ class Transport(Carrier):
         """In place at the root; elsewhere the tensor stays as it is."""
 
     @abstractmethod
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         """All of one size; `outputs` is empty but at the root."""
 
     @abstractmethod
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         """`tensors` is empty but at the root."""
 
     @abstractmethod
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None: ...
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None: ...
 
     @abstractmethod
     def barrier(self, timeout: float, name: str = "barrier") -> None: ...
@@ -78,24 +80,24 @@ class Transport(Carrier):
 
 
 class AloneTransport(Transport):
-    """Of one rank: copies."""
+    """The transport of a group of one rank, which copies."""
 
     name = "alone"
 
     def all_reduce(self, tensor: Tensor, reduction: int, *_: Any, **__: Any) -> None:
         native_calls.dtype_number(tensor.dtype, reduction)  # refuses what several ranks would refuse
 
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None:
         native_calls.dtype_number(output.dtype, reduction)
         output.copy_(tensors[0])
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, *_: Any, **__: Any) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, *_: Any, **__: Any) -> None:
         outputs[0].copy_(tensor)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         output.copy_(tensors[0])
 
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         outputs[0].copy_(tensors[0])
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:

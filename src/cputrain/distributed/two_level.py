@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -20,7 +20,7 @@ from cputrain.distributed.engines import ALL_RANKS, Engine
 from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, PeerLate
 from cputrain.distributed.monitor import DIFFERS, LATE, Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
-from cputrain.distributed.transport import AloneTransport, Transport
+from cputrain.distributed.transport import AloneTransport, Tensors, Transport
 
 _Result = TypeVar("_Result")
 
@@ -124,7 +124,7 @@ class TwoLevelTransport(Transport):
             tensor.copy_(everywhere)
 
     @_named
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None:
         self._enter("reduce_scatter", output.dtype, output.nbytes, timeout, reduction=reduction)
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._reduce_everywhere(joined, reduction, timeout)
@@ -142,7 +142,7 @@ class TwoLevelTransport(Transport):
             self._local.broadcast(tensor, 0, timeout)
 
     @_named
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """A machine's tensors lie behind one another on their way."""
         sizes = [output.nbytes for output in outputs]
         self._enter("all_gather", tensor.dtype, sum(sizes), timeout)
@@ -161,7 +161,7 @@ class TwoLevelTransport(Transport):
             _bytes([outputs[r]])[0].copy_(part)
 
     @_named
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         self._enter("gather", tensor.dtype, tensor.nbytes, timeout, root)
         own = _bytes([tensor])[0]
         received = _bytes(outputs) if self.rank == root else [_NOTHING] * self.size
@@ -169,18 +169,18 @@ class TwoLevelTransport(Transport):
         self._exchange(received, sent, timeout)
 
     @_named
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         self._enter("scatter", output.dtype, output.nbytes, timeout, root)
         received = [_bytes([output])[0] if r == root else _NOTHING for r in range(self.size)]
         sent = _bytes(tensors) if self.rank == root else [_NOTHING] * self.size
         self._exchange(received, sent, timeout)
 
     @_named
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         self._enter("all_to_all", outputs[0].dtype, 0, timeout)
         self._exchange(_bytes(outputs), _bytes(tensors), timeout)
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def _exchange(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         """Every rank compares all sizes first: engines wait for ever for bytes that no rank sends."""
         mine = torch.tensor([[t.numel() for t in inputs], [t.numel() for t in outputs]])
         sizes = torch.empty(self.size, 2, self.size, dtype=torch.int64)
@@ -240,7 +240,7 @@ class TwoLevelTransport(Transport):
         return failures.came_late(self._peers[waiting], self._timeout, self._mine)
 
     def _rank_in_group(self, global_rank: int | None) -> int:
-        """This rank's own, if it isn't known who differs."""
+        """This rank's own, if it isn't known which rank differs."""
         return next((peer.rank for peer in self._peers if peer.global_rank == global_rank), self.rank)
 
     def absent(self) -> list[Peer]:
@@ -305,7 +305,7 @@ _LAST_BYTES = 4.0
 _TITLE = 96
 
 
-def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _bytes(tensors: Tensors) -> list[Tensor]:
     """The memory of contiguous tensors as it is."""
     return [tensor.reshape(-1).view(torch.uint8) if tensor.numel() else _NOTHING for tensor in tensors]
 

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from cputrain.distributed import failures
 from cputrain.distributed.failures import CollectiveError
+from cputrain.distributed.transport import Tensors
 from cputrain.log import say_once
 from cputrain.settings import COMMUNICATION_CPUS, communication_cpus
 
@@ -103,6 +104,9 @@ class Work(TorchWork):
     _source_rank = source_rank
 
 
+Operation = Callable[[Work], Any]
+
+
 class SeveralWorks(TorchWork):
     """Coalesced operations: done when all are."""
 
@@ -134,14 +138,14 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[Work], Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = 0  # queued or running, changed under the lock
         self._lock = threading.Lock()
         self._free = threading.Lock()  # held while an operation runs
         self._closed = False
 
-    def run(self, operation: Callable[[Work], Any], tensors: list[Tensor], asynchronous: bool) -> Work:
+    def run(self, operation: Operation, tensors: list[Tensor], asynchronous: bool) -> Work:
         """Starts an operation after all that came before it."""
         work = Work(tensors)
         with self._lock:
@@ -168,7 +172,7 @@ class Lane:
             self._execute(*item)
             del item  # the tensors must not live until the next operation comes
 
-    def _execute(self, work: Work, operation: Callable[[Work], Any]) -> None:
+    def _execute(self, work: Work, operation: Operation) -> None:
         error: BaseException | None = None
         try:
             with self._free:
@@ -199,12 +203,7 @@ class Lane:
 
 
 def run_profiled(
-    lane: Lane,
-    name: str,
-    operation: Callable[[Work], None],
-    tensors: list[Tensor],
-    inputs: Sequence[Tensor],
-    asynchronous: bool,
+    lane: Lane, name: str, operation: Operation, tensors: list[Tensor], inputs: Tensors, asynchronous: bool
 ) -> Work:
     """Through the lane's thread, also if the caller waits.
 

@@ -155,8 +155,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*arguments, **named)
 
     def _after_a_look(self, result: RunResult, peers: Peers) -> RunResult:
-        failure = peers.failure()
-        if failure:
+        if failure := peers.failure():
             raise OthersFailed(failure)
         unreachable = self._unreachable(peers)
         if self._ended is None:
@@ -172,7 +171,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY if lost else WorkerState.HEALTHY)
 
     def _unreachable(self, peers: Peers) -> list[int]:
-        """Whose kernel doesn't answer, before its ranks have ended."""
+        """The machines whose kernel doesn't answer, and whose ranks have not ended."""
         if self.links is None:
             return []
         self.links.look()
@@ -196,10 +195,8 @@ class Agent(LocalElasticAgent):
             return
         with contextlib.suppress(RuntimeError):
             self.peers.say_failed(failure)
-            limit = time.monotonic() + _HEARD_SECONDS
-            lost = self.links and self.links.broken  # who can't be reached can't hear
-            while not lost and not self.peers.all_heard() and time.monotonic() < limit:
-                time.sleep(0.1)
+            if not (self.links and self.links.broken):  # a machine that can't be reached can't hear
+                processes.wait_until(self.peers.all_heard, _HEARD_SECONDS)
 
 
 def train(order: Order, logs: Any, program: list[str]) -> Failure | None:

@@ -157,10 +157,7 @@ def threads(asked: str | None, share: Share) -> tuple[int, str | None]:
             f"threads wait for each other, {share.threads} would be faster."
         )
     idle = share.threads - number
-    return (
-        number,
-        f"OMP_NUM_THREADS={number} is kept; {idle} of {_cores(share.threads)} stay idle." if idle else None,
-    )
+    return number, f"OMP_NUM_THREADS={number} is kept; {idle} of {_cores(share.threads)} stay idle." if idle else None
 
 
 def _cores(number: int) -> str:
@@ -225,8 +222,7 @@ _RUNTIME = re.compile(r"lib(gomp|iomp5|omp)\b[^/\0]*\.so")
 def openmp_runtime(environ: Mapping[str, str], torch_folder: Path | None = None) -> tuple[str, str]:
     """The one that torch loads (GNU, Intel, LLVM or unknown), and why. Settings must be there before torch's import."""
     for library in preloaded(environ):
-        found = _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library)))
-        if found:
+        if found := _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library))):
             return _RUNTIMES[found[1]], f"LD_PRELOAD={library}"
     torch = importlib.util.find_spec("torch")
     folder = torch_folder or (Path(torch.origin).parent if torch and torch.origin else None)

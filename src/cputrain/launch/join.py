@@ -109,10 +109,9 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
         environ["LOCAL_WORLD_SIZE"] = str(place.local_size)
     if place.rank > 0:
         environ.setdefault("TQDM_DISABLE", "1")  # one progress bar, rank 0's
-    if not place.is_local and not environ.get("GLOO_SOCKET_IFNAME"):
-        interface = rendezvous.interface_towards(meeting.address)
-        if interface:
-            environ["GLOO_SOCKET_IFNAME"] = interface
+    is_told = place.is_local or environ.get("GLOO_SOCKET_IFNAME")
+    if not is_told and (interface := rendezvous.interface_towards(meeting.address)):
+        environ["GLOO_SOCKET_IFNAME"] = interface
     logger.log(
         logging.INFO if place.rank == 0 else logging.DEBUG,
         f"rank {place.rank} of {place.size}: {place.reason}; they meet at {meeting.address}, port {meeting.port}: "
@@ -164,15 +163,13 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
 
 def _take_memory_there(cpus: hardware.Cpus) -> None:
     node = cores.numa_node(cpus, hardware.detect())
-    reason = cores.prefer_memory_of(node) if node is not None else None
-    if reason:
+    if reason := cores.prefer_memory_of(node) if node is not None else None:
         logger.debug(f"memory comes from where it is touched first, not always from NUMA node {node}: {reason}")
 
 
 def communication(environ: Mapping[str, str]) -> int:
     """How many cores of each rank don't compute."""
-    name = next((name for name in (COMMUNICATION_CORES, "CCL_WORKER_COUNT") if environ.get(name)), None)
-    return ranks.number(environ, name) if name else 0
+    return ranks.first_number(environ, COMMUNICATION_CORES, "CCL_WORKER_COUNT") or 0
 
 
 def _set_threads(share: cores.Share, environ: MutableMapping[str, str]) -> list[str]:

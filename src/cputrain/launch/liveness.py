@@ -122,8 +122,6 @@ def keep_all_alive() -> None:
                     keep_alive(copy)
 
 
-# --- What agents say in the store --------------------------------------------------------------------------------
-
 _STATE_SECONDS = 5.0
 # An agent that ends its ranks, or is stopped for a minute, is late and not gone.
 _SILENT_AGENT_SECONDS = 90.0
@@ -249,8 +247,7 @@ def watched(machines: list[str], mark: str) -> list[Session]:
     sessions = [Session(name, words) for name in machines]
     for one in sessions:
         one.start(answers=True)
-    problems = [one.ending(one.process.wait()) for one in sessions if _answer(one) != _READY]
-    if problems:
+    if problems := [one.ending(one.process.wait()) for one in sessions if _answer(one) != _READY]:
         ssh.end(sessions)
         raise ValueError("; ".join(problems) + ".")
     return sessions

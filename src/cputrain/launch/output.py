@@ -170,9 +170,6 @@ class _Source:
         return text.removeprefix(label + b" ").removeprefix(label)
 
 
-# --- Under an mpirun ---------------------------------------------------------------------------------------------
-
-
 def label(rank: int, folder: str | None, bars: bool) -> Callable[[], bool]:
     """Labels what this process prints from now on, where the launcher doesn't: under mpirun.
 
@@ -240,7 +237,7 @@ _lost: list[str] = []
 
 
 class Sink(io.RawIOBase):
-    """Takes all that it is given, and never raises. `name` is for people."""
+    """Takes all that it is given, and never raises; messages call it by its `name`."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__()
@@ -317,7 +314,7 @@ def lose(what: str, is_stderr: bool = False) -> None:
 
 
 def exit_code(code: int) -> int:
-    """Of this process, if its work ended with `code`."""
+    """The exit code of this process, whose work ended with `code`."""
     return code or (LOST if _lost else 0)
 
 

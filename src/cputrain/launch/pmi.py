@@ -17,7 +17,7 @@ import shutil
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cputrain.launch.processes import JOB
 from cputrain.launch.ranks import Place
@@ -29,18 +29,6 @@ _WORD = re.compile(r"[!-~]+")
 # PMIx 3, 4 and 5, hence Open MPI 4 and 5. What we use of the interface is the same in all of them.
 _PMIX = "libpmix.so.2"
 _STRING, _GLOBAL = 3, 3  # PMIx's type of values, and its scope: for all ranks
-
-
-class Exchange(Protocol):
-    """How the ranks talk before torch is there."""
-
-    exit_code: int  # to be set by a rank that fails: its peers are ended, rather than left to wait
-
-    def broadcast(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
-        ...
-
-    def barrier(self) -> None: ...
 
 
 def exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
@@ -60,7 +48,10 @@ def _keys() -> Iterator[str]:
 
 
 class Pmi:
-    """Of Intel MPI and MPICH (Hydra), by the socket that mpirun left open for this rank."""
+    """How the ranks of Intel MPI and MPICH (Hydra) talk: by the socket that mpirun left open for this rank.
+
+    A rank that fails sets `exit_code`: its peers are ended, rather than left to wait.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.rank = int(environ["PMI_RANK"])
@@ -74,6 +65,7 @@ class Pmi:
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
         assert _WORD.fullmatch(value) and len(value) < 900, value  # the least maximum of the known managers is 1024
         key = next(self._keys)
         if self.rank == 0:
@@ -142,7 +134,7 @@ def pmix_library(environ: Mapping[str, str]) -> ctypes.CDLL | None:
 
 
 class Pmix:
-    """Of Open MPI: this process as a client of the server that mpirun left on its machine."""
+    """How Open MPI's ranks talk: this process is a client of the server that mpirun left on its machine."""
 
     def __init__(self, calls: ctypes.CDLL) -> None:
         self._calls, self._own = calls, _Process()
@@ -166,8 +158,7 @@ class Pmix:
         self._call("Fence", None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._calls, f"PMIx_{name}")(*arguments)
-        if status:
+        if status := getattr(self._calls, f"PMIx_{name}")(*arguments):
             raise ValueError(f"mpirun's process manager answered {status} to PMIx_{name}: set MASTER_ADDR.")
 
     def _finalize(self) -> None:
@@ -206,3 +197,6 @@ class Mpi4py:
 
     def barrier(self) -> None:
         self._world.Barrier()
+
+
+Exchange = Pmi | Pmix | Mpi4py

@@ -13,7 +13,7 @@ from cputrain import authentication
 from cputrain.launch import pmi
 from cputrain.launch.config import PORT
 from cputrain.launch.pmi import Exchange
-from cputrain.launch.ranks import Place, number
+from cputrain.launch.ranks import Place, first_number
 
 LOCAL = "127.0.0.1"
 _SECONDS = 5.0
@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
 def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | None]:
     """The meeting place, and the connection to MPI, if it had to be asked."""
     address, reason = _told_address(place, environ)
-    port = next((number(environ, name) for name in ("MASTER_PORT", "PET_MASTER_PORT") if environ.get(name)), None)
+    port = first_number(environ, "MASTER_PORT", "PET_MASTER_PORT")
     if address and port:
         return Meeting(address, port, reason), None
     if place.by == "slurm" or environ.get("SLURM_JOB_ID"):
@@ -215,9 +215,6 @@ def interface_towards(host: str) -> str | None:
         return None
     names = psutil.net_if_addrs().items()
     return next((name for name, entries in names if any(entry.address == own for entry in entries)), None)
-
-
-# --- Slurm -------------------------------------------------------------------------------------------------------
 
 
 def first_host(hosts: str) -> str:

@@ -65,7 +65,7 @@ def addresses(machine: str) -> list[str]:
 
 
 def meeting_address(machines: list[Machine]) -> str:
-    """Of the first machine, as the others reach it."""
+    """The first machine's address, as the others reach it."""
     first = machines[0].name
     if not is_here(first):
         return addresses(first)[0]
@@ -126,7 +126,7 @@ class Session:
             reader.join(seconds)
 
     def exit_code(self, code: int) -> int:
-        """Of the whole launch: 2 if the machine could not be used at all."""
+        """The exit code of the whole launch: 2 if the machine could not be used at all."""
         if not self._is_unreachable(code):
             return processes.exit_code(code)
         return 1 if self.is_lost() else 2

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from cputrain.distributed import failures
 from cputrain.distributed.rendezvous import all_answer
-from cputrain.distributed.transport import Carrier
+from cputrain.distributed.transport import Carrier, Tensors
 from cputrain.settings import TRANSPORT
 
 
@@ -55,7 +55,7 @@ def all_can(store: dist.Store, engine: str, rank: int, size: int, timeout: timed
     return answers
 
 
-def take_apart(joined: Tensor, outputs: Sequence[Tensor]) -> None:
+def take_apart(joined: Tensor, outputs: Tensors) -> None:
     """Fills the outputs from a tensor in which they lie behind one another."""
     for output, part in zip(outputs, joined.split([output.numel() for output in outputs]), strict=True):
         output.copy_(part)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from cputrain.distributed import failures
 from cputrain.distributed.engines import Engine, Watch, take_apart
+from cputrain.distributed.transport import Tensors
 from cputrain.distributed.work import on_communication_cpus
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
@@ -42,14 +42,14 @@ class GlooEngine(Engine):
         self._aborted = False
         self._pending: list[Any] = []
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         """gloo has no lists: parts lie behind one another."""
         sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
         source, target = torch.cat(list(inputs)), torch.empty(sum(received), dtype=torch.uint8)
         self._finish(self._gloo.alltoall_base(target, source, received, sent), timeout, source, target)
         take_apart(target, outputs)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """gloo wants equal sizes: uneven ones are padded."""
         longest = max(output.numel() for output in outputs)
         if longest == 0:

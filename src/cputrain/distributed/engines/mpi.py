@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from cputrain import settings
 from cputrain.distributed import failures
 from cputrain.distributed.engines import ALL_RANKS, NO_RANK, Engine, Waiter, Watch, all_can, compiled
+from cputrain.distributed.transport import Tensors
 
 # MPI is only ever called by a thread that holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
 _lock = threading.Lock()
@@ -44,7 +45,7 @@ class MpiEngine(Engine):
             group.Free()
             self._highest_tag = self._world.Get_attr(self._mpi.TAG_UB) - _FIRST_MESSAGE
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         requests: list[Any] = []
         with _lock:
             for peer in self._others():
@@ -55,7 +56,7 @@ class MpiEngine(Engine):
         moved = sum(t.numel() for t in (*outputs, *inputs))
         self._finish(requests, moved, timeout, (outputs, inputs))
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         self.all_to_all(outputs, [tensor] * self._size, timeout)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
@@ -167,10 +168,8 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[
 
 def _load() -> Any:
     """The module mpi4py.MPI, with MPI initialised; ValueError says what is missing."""
-    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY):
-        path = _library()
-        if path:
-            os.environ[settings.MPI_LIBRARY] = path
+    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY) and (path := _library()):
+        os.environ[settings.MPI_LIBRARY] = path
     try:
         with _lock:
             from mpi4py import MPI

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +16,7 @@ from cputrain.distributed import failures, native_calls
 from cputrain.distributed.engines import Engine, Pace, Waiter, Watch, all_can, oneccl_library, take_apart
 from cputrain.distributed.engines.gloo import GlooEngine
 from cputrain.distributed.native_calls import array_of
+from cputrain.distributed.transport import Tensors
 from cputrain.distributed.work import move_to_communication_cpus
 from cputrain.settings import ATL_TRANSPORT, value_of
 
@@ -71,8 +71,7 @@ class OneCclEngine(Engine):
             self._run(tensor.nbytes, timeout, tensor, "all_reduce", tensor.data_ptr(), tensor.numel(), number, _SUM)
         return True
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
-        """Parts lie behind one another."""
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
         source, target = torch.cat([*inputs, _END]), torch.empty(sum(received) + 1, dtype=torch.uint8)
         counts = array_of(ctypes.c_int64, sent), array_of(ctypes.c_int64, received)
@@ -80,7 +79,7 @@ class OneCclEngine(Engine):
         self._run(sum(sent) + sum(received), timeout, (source, target, counts), "all_to_all", *where)
         take_apart(target[:-1], outputs)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         received = [output.numel() for output in outputs]
         if not sum(received):
             return
