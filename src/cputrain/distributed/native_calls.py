@@ -186,8 +186,7 @@ class SharedMemory:
         assert 0 <= rank < ranks
         self._pidfds = array_of(ctypes.c_int32, pidfds)
         self._interruption = _Interruption()
-        self.rank, self.ranks = rank, ranks
-        self._kernels = native.kernels()
+        self.ranks, self._kernels = ranks, native.kernels()
         self._group = Group(
             base=address,
             pidfds=ctypes.addressof(self._pidfds),

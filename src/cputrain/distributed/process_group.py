@@ -289,13 +289,7 @@ class CclProcessGroup(_NamedGroup):
         return self._start(key[0], lane, operation, tensors, asynchronous=True)
 
     def _start(
-        self,
-        name: str,
-        lane: Lane,
-        run: Operation,
-        tensors: list[Tensor],
-        asynchronous: bool,
-        inputs: _Inputs = None,
+        self, name: str, lane: Lane, run: Operation, tensors: list[Tensor], asynchronous: bool, inputs: _Inputs = None
     ) -> Work:
         if profiler._is_profiler_enabled:
             work = run_profiled(lane, name, run, tensors, tensors if inputs is None else inputs, asynchronous)

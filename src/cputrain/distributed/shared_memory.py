@@ -159,13 +159,7 @@ class SharedMemoryTransport(Transport):
         self._machine.close()
 
     def _call(
-        self,
-        name: str,
-        tensor: Tensor,
-        timeout: float,
-        call: _NativeCall,
-        *what: Any,
-        reduction: int | None = None,
+        self, name: str, tensor: Tensor, timeout: float, call: _NativeCall, *what: Any, reduction: int | None = None
     ) -> None:
         try:
             call(*what, int(timeout * 1e9))

@@ -147,7 +147,7 @@ def _logs(printed: output.Output) -> Any:
             return LogsDest(
                 stdouts={local: printed.pipe(rank, sys.stdout.buffer) for local, rank in rank_of.items()},
                 stderrs={local: printed.pipe(rank, sys.stderr.buffer) for local, rank in rank_of.items()},
-                error_files={local: os.devnull for local in envs},
+                error_files=dict.fromkeys(envs, os.devnull),
             )
 
         @property

@@ -102,9 +102,14 @@ def _place(names: _Numbering, environ: Mapping[str, str]) -> Place | None:
 
 def _local_size(names: _Numbering, environ: Mapping[str, str]) -> int | None:
     told = first_number(environ, *names.local_size)
-    if told is not None or names.by not in ("slurm", "pmi") or not environ.get("SLURM_STEP_TASKS_PER_NODE"):
-        return told
-    counts: list[int] = []  # SLURM_STEP_TASKS_PER_NODE=2(x3),1 and SLURM_NODEID=3 mean 1
+    if told is None and names.by in ("slurm", "pmi") and environ.get("SLURM_STEP_TASKS_PER_NODE"):
+        return _tasks_here(environ)
+    return told
+
+
+def _tasks_here(environ: Mapping[str, str]) -> int | None:
+    """SLURM_STEP_TASKS_PER_NODE=2(x3),1 and SLURM_NODEID=3 mean 1."""
+    counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):
         counts += [int(count)] * int(times or 1)
     node = first_number(environ, "SLURM_NODEID") or 0
