@@ -11,7 +11,7 @@ from hypothesis import strategies as some
 
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import Peer
-from cputrain.distributed.monitor import _DIFFERS, _IN_COLLECTIVE, _LATE, Monitor
+from cputrain.distributed.monitor import _IN_COLLECTIVE, DIFFERS, LATE, Monitor
 
 EVERYBODY = [Peer(rank, rank, f"box{rank}", 100 + rank) for rank in range(3)]
 
@@ -36,7 +36,7 @@ def test_a_difference_elsewhere_is_no_death() -> None:
 
 
 # All numbers, and often those that mean something: ranks, goodbyes, and what announces more.
-NUMBERS = some.integers(-(2**31), 2**31 - 1) | some.sampled_from([0, 1, -1, -2, -3, _IN_COLLECTIVE, _DIFFERS])
+NUMBERS = some.integers(-(2**31), 2**31 - 1) | some.sampled_from([0, 1, -1, -2, -3, _IN_COLLECTIVE, DIFFERS])
 
 
 def _packed(numbers: list[int]) -> bytes:
@@ -46,8 +46,7 @@ def _packed(numbers: list[int]) -> bytes:
 def monitor_of(connection: socket.socket) -> tuple[Monitor, list[tuple[int, int]]]:
     """Rank 0's, of three, connected with rank 1, and what it has told."""
     monitor, told = Monitor.__new__(Monitor), []
-    monitor.rank, monitor.dead, monitor.differing, monitor.differing_from, monitor._closing = 0, -1, -1, -1, False
-    monitor.late = monitor.late_for = -1
+    monitor.rank, monitor.dead, monitor.found, monitor._closing = 0, -1, {}, False
     monitor._tell = lambda *what: told.append(what)
     monitor._connections, monitor.left, monitor._progress = {1: connection}, {}, {0: 0, 1: 0, 2: 0}
     return monitor, told
@@ -83,7 +82,7 @@ def test_a_difference_is_told_once_and_before_the_death_that_follows_it() -> Non
     ours, theirs = socket.socketpair()
     with ours, theirs:
         monitor, told = monitor_of(ours)
-        theirs.sendall(2 * struct.pack("iii", _DIFFERS, 1, 2))
+        theirs.sendall(2 * struct.pack("iii", DIFFERS, 1, 2))
         theirs.close()
         assert monitor._listen(1) and monitor._listen(1) and not monitor._listen(1)
     assert told == [(native_calls.MISMATCH, 1), (native_calls.DIED, 1)]
@@ -93,7 +92,7 @@ def test_a_rank_that_has_given_up_waiting_is_not_dead() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs:
         monitor, told = monitor_of(ours)
-        theirs.sendall(struct.pack("iii", _LATE, 1, 2))
+        theirs.sendall(struct.pack("iii", LATE, 1, 2))
         theirs.close()
         assert monitor._listen(1) and not monitor._listen(1)
-    assert told[0] == (native_calls.TIMEOUT, 2) and (monitor.late, monitor.late_for) == (2, 1)
+    assert told[0] == (native_calls.TIMEOUT, 2) and monitor.found == {LATE: (1, 2)}

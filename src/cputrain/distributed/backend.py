@@ -19,7 +19,7 @@ from torch.distributed import distributed_c10d
 
 from cputrain import settings
 from cputrain.distributed import rendezvous
-from cputrain.distributed.engines import EVERYBODY, Engine
+from cputrain.distributed.engines import ALL_RANKS, Engine
 from cputrain.distributed.monitor import Monitor
 from cputrain.distributed.process_group import CclProcessGroup
 from cputrain.distributed.shared_memory import SharedMemoryTransport
@@ -55,16 +55,12 @@ def create(options: Any, _: Any) -> CclProcessGroup:
     transport, reason = _choose(store, rank, global_ranks, timeout)
     if rank == 0:
         logger.info("ccl, group %s of %d: %s (%s)", options.group_id, size, transport.name, reason)
-    _decline_recorder()
+    # torch 2.15 hangs a flight recorder on every group that doesn't keep one, and can't on one that is all Python.
+    keeping: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
+    keeping.add("ccl")
     if global_ranks[rank] == 0:
         say_what_has_no_effect(transport.name)
     return CclProcessGroup(transport, rank, size, timeout)
-
-
-def _decline_recorder() -> None:
-    """torch 2.15 hangs a flight recorder on every group that doesn't keep one, and can't on one that is all Python."""
-    keeping: set[str] = getattr(distributed_c10d, "_FR_SELF_RECORDING_BACKENDS", set())
-    keeping.add("ccl")
 
 
 def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> tuple[Transport, str]:
@@ -80,8 +76,7 @@ def _choose(store: dist.Store, rank: int, global_ranks: list[int], timeout: time
             f"{', '.join(ENGINES)}."
         )
     if machines == 1 and asked in ("auto", "shm"):
-        transport = SharedMemoryTransport(meeting.here, rank, meeting.peers)
-        return transport, "all ranks share this machine's memory"
+        return SharedMemoryTransport(meeting.here, rank, meeting.peers), "all ranks share this machine's memory"
     if machines == 1:  # an engine was asked for: it alone, as if every rank were a machine
         meeting.here.close()
         meeting.machines, meeting.here = [[r] for r in range(len(global_ranks))], rendezvous.Machine([rank])
@@ -107,7 +102,7 @@ def _two_levels(
         local = SharedMemoryTransport(here, here.ranks.index(rank), meeting.peers)
     made: list[TwoLevelTransport] = []
 
-    def watch(awaited: int = EVERYBODY) -> None:
+    def watch(awaited: int = ALL_RANKS) -> None:
         if made:
             made[0].check_peers(awaited)
 

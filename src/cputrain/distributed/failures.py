@@ -3,29 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
 
 from cputrain import blame
 from cputrain.distributed import native_calls
 from cputrain.distributed.native_calls import Status
-
-
-class CollectiveError(RuntimeError):
-    """A collective that can't end; the group can't be used any more."""
-
-    culprit: int | None = None  # the global rank that is the cause, if one is known
-
-
-class PeerDied(CollectiveError):
-    """A rank's process has ended, or its machine can't be reached."""
-
-
-class PeerLate(CollectiveError):
-    """A rank did not come within the group's timeout."""
-
-
-class CollectivesDiffer(CollectiveError):
-    """Ranks called different collectives, or the same one with different sizes or dtypes."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +22,24 @@ class Peer:
         return f"rank {self.global_rank} (host {self.host}, process {self.pid})"
 
 
-_Error = TypeVar("_Error", bound=CollectiveError)
+class CollectiveError(RuntimeError):
+    """A collective that can't end; the group can't be used any more."""
+
+    def __init__(self, sentence: str, cause: Peer | None = None) -> None:
+        super().__init__(sentence)
+        self.culprit = cause.global_rank if cause else None  # None: it is not known which rank is the cause
 
 
-def blaming(peer: Peer, error: _Error) -> _Error:
-    error.culprit = peer.global_rank
-    return error
+class PeerDied(CollectiveError):
+    """A rank's process has ended, or its machine can't be reached."""
+
+
+class PeerLate(CollectiveError):
+    """A rank did not come within the group's timeout."""
+
+
+class CollectivesDiffer(CollectiveError):
+    """Ranks called different collectives, or the same one with different sizes or dtypes."""
 
 
 def tell_launch(error: CollectiveError) -> None:
@@ -59,8 +52,7 @@ def describe_last(status: Status) -> str:
     """The culprit's last collective."""
     if status.sequence == 0:
         return "none in this group"
-    known = 0 <= status.operation < len(native_calls.OPERATIONS)
-    name = native_calls.OPERATIONS[status.operation] if known else "unknown"
+    name = dict(enumerate(native_calls.OPERATIONS)).get(status.operation, "unknown")
     dtype, reduction = native_calls.dtype_name(status.dtype), status.reduction if "reduce" in name else None
     return described(f"{name} number {status.sequence}", dtype, status.bytes, status.root, reduction)
 
@@ -86,34 +78,30 @@ def _last(theirs: str, mine: str) -> str:
 
 def died_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine; `last` is what it is known to have finished."""
-    text = f"{peer} died, or its machine can't be reached{_last(last, mine)}"
-    return blaming(peer, PeerDied(text))
+    return PeerDied(f"{peer} died, or its machine can't be reached{_last(last, mine)}", peer)
 
 
 def left_elsewhere(peer: Peer, last: str, mine: str) -> PeerDied:
     """A rank of another machine that ended without what this one waits for."""
-    text = f"{peer} has ended the group{_last(last, mine)}"
-    return blaming(peer, PeerDied(text))
+    return PeerDied(f"{peer} has ended the group{_last(last, mine)}", peer)
+
+
+def _differ(what: str, cause: Peer | None) -> CollectivesDiffer:
+    must = "order, dtype and shape must be the same on all ranks."
+    return CollectivesDiffer(f"the ranks called different collectives: {what}; {must}", cause)
 
 
 def differ(peer: Peer, theirs: str, mine: str, found: str = "") -> CollectivesDiffer:
-    text = (
-        f"the ranks called different collectives: {peer} is in {theirs}, this rank is in {mine}{found}; "
-        "order, dtype and shape must be the same on all ranks."
-    )
-    return blaming(peer, CollectivesDiffer(text))
+    return _differ(f"{peer} is in {theirs}, this rank is in {mine}{found}", peer)
 
 
-def differ_elsewhere(who: str, mine: str) -> CollectivesDiffer:
+def differ_elsewhere(who: str, mine: str, cause: Peer | None = None) -> CollectivesDiffer:
     """Found on another machine, between its ranks or with those of others."""
-    return CollectivesDiffer(
-        f"the ranks called different collectives: {who} can't go on, and this rank is in {mine}; order, dtype and "
-        "shape must be the same on all ranks."
-    )
+    return _differ(f"{who} can't go on, and this rank is in {mine}", cause)
 
 
 def late(peer: Peer, seconds: float, last: str, mine: str) -> PeerLate:
-    return blaming(peer, PeerLate(f"{peer} is late: waited {seconds:g} s (ddp_timeout){_last(last, mine)}"))
+    return PeerLate(f"{peer} is late: waited {seconds:g} s (ddp_timeout){_last(last, mine)}", peer)
 
 
 def came_late(peer: Peer, seconds: float, mine: str) -> PeerLate:
@@ -128,7 +116,7 @@ def all_late(absent: list[Peer], seconds: float, found: PeerLate) -> PeerLate:
     if not absent:
         return found
     names = ", ".join(map(str, absent))
-    return blaming(absent[0], PeerLate(f"{names} did not come to monitored_barrier: waited {seconds:g} s."))
+    return PeerLate(f"{names} did not come to monitored_barrier: waited {seconds:g} s.", absent[0])
 
 
 def late_elsewhere(timeout: float) -> PeerLate:
@@ -148,14 +136,14 @@ def _from_elsewhere(kind: int, culprit: int, group: list[Peer], mine: str, secon
         return late_elsewhere(seconds) if kind == native_calls.TIMEOUT else PeerDied(lost)
     peer = group[culprit]
     if kind == native_calls.MISMATCH:
-        return blaming(peer, differ_elsewhere(str(peer), mine))
+        return differ_elsewhere(str(peer), mine, peer)
     if kind == native_calls.TIMEOUT:
         return late(peer, seconds, "the one before", mine)
     return died_elsewhere(peer, "the one before", mine)
 
 
 def from_status(status: Status, peers: list[Peer], group: list[Peer], mine: str, seconds: float) -> CollectiveError:
-    """The error for a failed native call; `peers` are the ranks of the shared memory, `group` those of all machines."""
+    """The error for a failed native call; `peers` are the ranks of the shared memory, `group` is the whole group."""
     if status.culprit >= len(peers):
         return _from_elsewhere(status.kind, status.culprit - len(peers), group, mine, seconds)
     if status.kind == native_calls.ABORTED or status.culprit < 0:
@@ -171,4 +159,4 @@ def from_status(status: Status, peers: list[Peer], group: list[Peer], mine: str,
     if status.kind not in happened:
         return differ(culprit, last, mine, found)
     kind, what = happened[status.kind]
-    return blaming(culprit, kind(f"{culprit} {what}{found}{_last(last, mine)}"))
+    return kind(f"{culprit} {what}{found}{_last(last, mine)}", culprit)

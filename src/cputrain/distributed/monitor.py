@@ -6,7 +6,7 @@ seconds. The probes are answered by the other kernel: a rank that computes, hold
 not dead. Forked workers close their copy of the connection, so they don't keep a dead rank alive.
 
 A rank that is in a collective for more than a second says so, with the collective's number, and the first rank passes
-it on: so everybody knows who is late when the time is over.
+it on: so all ranks know which one is late when the time is over.
 """
 
 from __future__ import annotations
@@ -32,36 +32,29 @@ from cputrain.keep_alive import keep_alive
 from cputrain.settings import is_first_rank
 
 _NUMBER = struct.Struct("i")
-_PROGRESS = struct.Struct("ii")  # a rank, and the number of the collective that it is in
+_PAIR = struct.Struct("ii")
 _TICK = 1.0  # seconds
 # A rank that is crowded out by strangers comes again; one with another token would come for ever.
 _REFUSED_SECONDS = 30.0
-_BYE = -1  # of the one who sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
-_IN_COLLECTIVE = -(2**31)  # a progress follows
-_DIFFERS = _IN_COLLECTIVE + 1  # a rank follows, and one that called another collective than it
-_LATE = _IN_COLLECTIVE + 2  # a rank follows, and one for which it has waited in vain
+_BYE = -1  # of the rank that sends it; -2 - r: of rank r, passed on by the first rank; r: that rank has died
+_IN_COLLECTIVE = -(2**31)  # a rank follows, and the number of the collective that it is in
+DIFFERS = _IN_COLLECTIVE + 1  # a rank follows, and one that called another collective than it
+LATE = _IN_COLLECTIVE + 2  # a rank follows, and one for which it has waited in vain
 
+_Tell = Callable[[int, int], None]
 _live: weakref.WeakSet[Monitor] = weakref.WeakSet()
 
 
 class Monitor:
-    """Who of a group has died, as far as the connections tell."""
+    """Which ranks of a group have died, as far as the connections tell."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        size: int,
-        address: str,
-        timeout: timedelta,
-        tell: Callable[[int, int], None],
-    ) -> None:
+    def __init__(self, store: dist.Store, rank: int, size: int, address: str, timeout: timedelta, tell: _Tell) -> None:
         """`tell` is called in a thread of its own: what happened (native_calls.DIED, MISMATCH), and to which rank."""
         self.rank, self.dead, self._tell = rank, -1, tell
-        self.differing = self.differing_from = self.late = self.late_for = -1
+        self.found: dict[int, tuple[int, int]] = {}  # the two ranks of the first DIFFERS, and of the first LATE
         self._connections = _connect(store, rank, size, address, timeout)
         self._wake, self._woken = socket.socketpair()
-        self.left: dict[int, float] = {}  # who has ended the group properly, and when
+        self.left: dict[int, float] = {}  # the ranks that have ended the group properly, and when
         self._size, self._entered, self._entered_at = size, 0, time.monotonic()
         self._progress = dict.fromkeys(range(size), 0)  # the collective that each rank is known to have come to
         self._told: dict[int, int] = {}  # what of it was passed on
@@ -89,17 +82,14 @@ class Monitor:
         """The rank that most likely caused a collective's failure; None if no rank is known to be gone."""
         return self.dead if self.dead >= 0 else next(iter(self.left), None)
 
-    def tell_difference(self, other: int) -> None:
-        """This rank and another one are in different collectives: everybody else waits in vain."""
-        if self.differing < 0:
-            self.differing, self.differing_from = self.rank, other
-            self._pass_on(_DIFFERS, self.rank, other)
+    def tell_found(self, what: int, other: int) -> None:
+        """This rank and another one are in different collectives (DIFFERS), or it has given up waiting for that one.
 
-    def tell_late(self, other: int) -> None:
-        """This rank has given up waiting for another one: its end, which follows, is no death."""
-        if self.late < 0:
-            self.late, self.late_for = other, self.rank
-            self._pass_on(_LATE, self.rank, other)
+        All others wait in vain; this rank's end, which follows, is no death.
+        """
+        if what not in self.found:
+            self.found[what] = self.rank, other
+            self._pass_on(what, self.rank, other)
 
     def close(self) -> None:
         """Says that this rank ends properly."""
@@ -109,8 +99,7 @@ class Monitor:
                 connection.sendall(_NUMBER.pack(_BYE))
         self._wake.send(b"x")
         self._thread.join()
-        for connection in (*self._connections.values(), self._wake, self._woken):
-            connection.close()
+        self.forget()
 
     def forget(self) -> None:
         """In a forked child: the connections are the parent's."""
@@ -123,7 +112,7 @@ class Monitor:
             for peer, connection in self._connections.items():
                 selector.register(connection, selectors.EVENT_READ, peer)
             selector.register(self._woken, selectors.EVENT_READ, None)
-            while not self._closing and self.dead < 0 and not self._nobody_is_left():
+            while not self._closing and self.dead < 0 and self._connections.keys() - self.left.keys():
                 for key, _ in selector.select(_TICK):
                     if key.data is not None and not self._listen(key.data):
                         selector.unregister(key.fileobj)
@@ -134,14 +123,11 @@ class Monitor:
         try:
             (number,) = self._read(peer, _NUMBER)
             if number == _IN_COLLECTIVE:
-                rank, came_to = self._read(peer, _PROGRESS)
+                rank, came_to = self._read(peer, _PAIR)
                 self._progress[rank] = max(came_to, self._progress[self._checked(rank)])
                 return True
-            if number == _DIFFERS:
-                self._note_difference(*map(self._checked, self._read(peer, _PROGRESS)))
-                return True
-            if number == _LATE:
-                self._note_late(*map(self._checked, self._read(peer, _PROGRESS)))
+            if number in (DIFFERS, LATE):
+                self._note_found(number, *map(self._checked, self._read(peer, _PAIR)))
                 return True
             if number != _BYE:
                 self._checked(number if number >= 0 else -2 - number)
@@ -173,35 +159,24 @@ class Monitor:
         known = self._progress if self.rank == 0 else {self.rank: self._progress[self.rank]}
         news = {rank: number for rank, number in known.items() if self._told.get(rank, 0) != number}
         self._told |= news
-        text = b"".join(_NUMBER.pack(_IN_COLLECTIVE) + _PROGRESS.pack(*one) for one in news.items())
-        for peer, connection in self._connections.items():
-            if text and peer not in self.left:
-                with contextlib.suppress(OSError):
-                    connection.sendall(text)
-
-    def _nobody_is_left(self) -> bool:
-        return all(peer in self.left for peer in self._connections)
+        if news:
+            self._pass_on(*(number for rank, came_to in news.items() for number in (_IN_COLLECTIVE, rank, came_to)))
 
     def _note_end(self, ended: int) -> None:
         self.left[ended] = time.monotonic()
         if self.rank == 0:
             self._pass_on(-2 - ended, but=ended)
 
-    def _note_difference(self, rank: int, other: int) -> None:
-        if self.differing >= 0:
+    def _note_found(self, what: int, rank: int, other: int) -> None:
+        if what in self.found:
             return
-        self.differing, self.differing_from = rank, other
+        self.found[what] = rank, other
         if self.rank == 0:
-            self._pass_on(_DIFFERS, rank, other, but=rank)
-        self._tell(native_calls.MISMATCH, rank)
-
-    def _note_late(self, rank: int, late: int) -> None:
-        if self.late >= 0:
-            return
-        self.late, self.late_for = late, rank
-        if self.rank == 0:
-            self._pass_on(_LATE, rank, late, but=rank)
-        self._tell(native_calls.TIMEOUT, late)
+            self._pass_on(what, rank, other, but=rank)
+        if what == DIFFERS:
+            self._tell(native_calls.MISMATCH, rank)
+        else:
+            self._tell(native_calls.TIMEOUT, other)
 
     def _pass_on(self, *numbers: int, but: int = -1) -> None:
         text = b"".join(map(_NUMBER.pack, numbers))  # in one piece: several threads write
@@ -235,7 +210,8 @@ def _gather(store: dist.Store, size: int, address: str, deadline: float) -> dict
     if is_first_rank():  # said by the first group, of all ranks; later groups have other first ranks
         authentication.say_if_unprotected()
     group = secrets.token_hex(16)  # other groups, and earlier attempts, have ports of their own
-    server = socket.create_server((address, 0), family=_family(address), backlog=1024)
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    server = socket.create_server((address, 0), family=family, backlog=1024)
     with contextlib.closing(authentication.Listener(server, _key(group), size)) as listener:
         store.set("monitor", f"{address} {listener.port} {group}")
         found: dict[int, socket.socket] = {}
@@ -271,10 +247,6 @@ def _report(store: dist.Store, rank: int, timeout: timedelta, deadline: float) -
 
 def _key(group: str) -> bytes:
     return authentication.key_for(f"monitor {group}")
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
 
 
 def _forget_all() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed import ReduceOp
@@ -13,54 +14,22 @@ from cputrain import native
 DONE, DIED, TIMEOUT, MISMATCH, LEFT, INTERRUPTED, ABORTED = range(7)
 REDUCE_ALL, REDUCE_SCATTER, PUBLISH, EXCHANGE = range(4)
 
-# What the others are shown, and messages are made of. Only ever extended at the end.
-OPERATIONS = (
-    "barrier",
-    "all_reduce",
-    "broadcast",
-    "reduce",
-    "all_gather",
-    "gather",
-    "scatter",
-    "reduce_scatter",
-    "all_to_all",
-    "monitored_barrier",
-)
+# What the other ranks are shown, and messages are made of. Only ever extended at the end.
+_MOVES = ("broadcast", "reduce", "all_gather", "gather", "scatter", "reduce_scatter", "all_to_all")
+OPERATIONS = ("barrier", "all_reduce", *_MOVES, "monitored_barrier")
 _OPERATION_NUMBERS = {name: number for number, name in enumerate(OPERATIONS)}
 
-_REDUCTIONS = {
-    ReduceOp.SUM: 0,
-    ReduceOp.AVG: 1,
-    ReduceOp.PRODUCT: 2,
-    ReduceOp.MIN: 3,
-    ReduceOp.MAX: 4,
-    ReduceOp.BAND: 5,
-    ReduceOp.BOR: 6,
-    ReduceOp.BXOR: 7,
-}
-# A machine's part of a mean is a sum, but not to be mistaken for one: ranks that differ in that are told.
-SUM, MEAN, PART_OF_MEAN = 0, 1, 8
+# torch's names of them; a machine's part of a mean is a sum, but ranks that take it for one are told.
 REDUCTION_NAMES = ("sum", "avg", "product", "min", "max", "band", "bor", "bxor", "avg")
+SUM, MEAN, PART_OF_MEAN = 0, 1, 8
+_REDUCTIONS = {getattr(ReduceOp, name.upper()): number for number, name in enumerate(REDUCTION_NAMES[:PART_OF_MEAN])}
 
-DTYPES = (
-    torch.bool,
-    torch.uint8,
-    torch.int8,
-    torch.int16,
-    torch.int32,
-    torch.int64,
-    torch.uint16,
-    torch.uint32,
-    torch.uint64,
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-)
+_WHOLE = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COMPLEX = (torch.complex64, torch.complex128)
+DTYPES = (*_WHOLE, *_UNSIGNED, *_FLOATS, *_COMPLEX)
 _DTYPE_NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
-_FLOATS, _COMPLEX = {9, 10, 11, 12}, {13, 14}
 MOST_RANKS = 1024  # as in csrc/api_collectives.h
 BYTES = 255  # any dtype: moved, not computed with
 
@@ -82,62 +51,51 @@ def dtype_number(dtype: torch.dtype, reduction: int) -> int:
     """The number of a dtype that has this reduction; others are refused in one sentence, before any rank waits."""
     number = _DTYPE_NUMBERS.get(dtype)
     reduction = MEAN if reduction == PART_OF_MEAN else reduction
-    impossible = (
-        number is None
-        or (number == 0 and reduction == MEAN)
-        or (number in _FLOATS and reduction > 4)
-        or (number in _COMPLEX and reduction > 2)
-    )
-    if impossible or number is None:
+    # Floats have no bits to combine, complex numbers no order either.
+    most = 4 if dtype in _FLOATS else 2 if dtype in _COMPLEX else PART_OF_MEAN
+    if number is None or reduction > most or (dtype == torch.bool and reduction == MEAN):
         raise ValueError(f"ccl can't compute the {REDUCTION_NAMES[reduction]} of {dtype} tensors.")
     return number
 
 
+_Numbers = Sequence[int]
+_Pieces = tuple[_Numbers, _Numbers]  # addresses and sizes
+_Kind = TypeVar("_Kind", ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64)
+
+
+def _fields(kind: Any, *names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names]
+
+
 class Status(ctypes.Structure):
-    _fields_ = [
-        (name, ctypes.c_int64)
-        for name in ("kind", "culprit", "reporter", "sequence", "operation", "dtype", "root", "bytes", "reduction")
-    ]
+    _fields_ = _fields(
+        ctypes.c_int64, "kind", "culprit", "reporter", "sequence", "operation", "dtype", "root", "bytes", "reduction"
+    )
 
 
 _SignalCallback = ctypes.CFUNCTYPE(ctypes.c_int64)
 
 
 class Call(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("sequence", "operation", "dtype", "reduction", "root", "bytes")]
+    _fields_ = _fields(ctypes.c_int64, "sequence", "operation", "dtype", "reduction", "root", "bytes")
 
 
 class Group(ctypes.Structure):
     _fields_ = [
-        ("base", ctypes.c_void_p),
-        ("pidfds", ctypes.c_void_p),
+        *_fields(ctypes.c_void_p, "base", "pidfds"),
         ("on_signal", _SignalCallback),
         ("reduce", ctypes.c_void_p),
-        ("rank", ctypes.c_int64),
-        ("ranks", ctypes.c_int64),
-        ("spin", ctypes.c_int64),
-        ("aborted", ctypes.c_int64),
+        *_fields(ctypes.c_int64, "rank", "ranks", "spin", "aborted"),
         ("sequence", ctypes.c_uint64),
-        ("round", ctypes.c_uint32),
-        ("spins", ctypes.c_uint32),
+        *_fields(ctypes.c_uint32, "round", "spins"),
         ("call", Call),
     ]
 
 
 class Collective(ctypes.Structure):
     _fields_ = [
-        ("way", ctypes.c_int64),
-        ("operation", ctypes.c_int64),
-        ("dtype", ctypes.c_int64),
-        ("reduction", ctypes.c_int64),
-        ("root", ctypes.c_int64),
-        ("bytes", ctypes.c_int64),
-        ("input", ctypes.c_void_p),
-        ("output", ctypes.c_void_p),
-        ("parts", ctypes.c_void_p),
-        ("sizes", ctypes.c_void_p),
-        ("send_parts", ctypes.c_void_p),
-        ("send_sizes", ctypes.c_void_p),
+        *_fields(ctypes.c_int64, "way", "operation", "dtype", "reduction", "root", "bytes"),
+        *_fields(ctypes.c_void_p, "input", "output", "parts", "sizes", "send_parts", "send_sizes"),
     ]
 
 
@@ -173,25 +131,18 @@ def reduce_tensors(out: torch.Tensor, sources: Sequence[torch.Tensor], reduction
                 f"elements, found {tensor.dtype} on {tensor.device} of shape {tuple(tensor.shape)}."
             )
     known = ctypes.c_int64()
-    native.kernels().ccl_reduce(
-        dtype_number(out.dtype, reduction),
-        reduction,
-        out.data_ptr(),
-        _pointers([source.data_ptr() for source in sources]),
-        len(sources),
-        out.numel(),
-        divisor,
-        ctypes.byref(known),
-    )
+    addresses = array_of(ctypes.c_void_p, [source.data_ptr() for source in sources])
+    what = dtype_number(out.dtype, reduction), reduction, out.data_ptr(), addresses
+    native.kernels().ccl_reduce(*what, len(sources), out.numel(), divisor, ctypes.byref(known))
     assert known.value, "dtype_number lets only known reductions pass"
 
 
-def _pointers(values: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
-    return (ctypes.c_void_p * len(values))(*values)
+def array_of(kind: type[_Kind], values: Sequence[int]) -> ctypes.Array[_Kind]:
+    return (kind * len(values))(*values)
 
 
-def _sizes(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
+def _arrays(addresses: _Numbers, sizes: _Numbers) -> tuple[ctypes.Array, ctypes.Array]:
+    return array_of(ctypes.c_void_p, addresses), array_of(ctypes.c_int64, sizes)
 
 
 class CallFailed(Exception):
@@ -230,13 +181,12 @@ class _Interruption:
 class SharedMemory:
     """One rank's side of the memory that a group's ranks on this machine share. One collective at a time."""
 
-    def __init__(self, address: int, rank: int, ranks: int, pidfds: Sequence[int], spin: int) -> None:
+    def __init__(self, address: int, rank: int, ranks: int, pidfds: _Numbers, spin: int) -> None:
         check_ranks(ranks)
         assert 0 <= rank < ranks
-        self._pidfds = (ctypes.c_int32 * len(pidfds))(*pidfds)
+        self._pidfds = array_of(ctypes.c_int32, pidfds)
         self._interruption = _Interruption()
-        self.rank, self.ranks = rank, ranks
-        self._kernels = native.kernels()
+        self.ranks, self._kernels = ranks, native.kernels()
         self._group = Group(
             base=address,
             pidfds=ctypes.addressof(self._pidfds),
@@ -267,52 +217,32 @@ class SharedMemory:
 
     def absent(self) -> list[bool]:
         """Of each rank, whether it is behind this one, which has not got on."""
-        answer = (ctypes.c_int64 * self.ranks)()
+        answer = array_of(ctypes.c_int64, [0] * self.ranks)
         self._kernels.ccl_absent(self._group_pointer, ctypes.addressof(answer))
         return [bool(one) for one in answer]
 
-    # --- Collectives, over addresses and bytes -------------------------------------------------------------------
-
     def reduce(self, name: str, address: int, size: int, dtype: int, reduction: int, root: int, timeout: int) -> None:
-        """In place: the reduction of everybody's, at the root or (-1) everywhere."""
-        operation = _OPERATION_NUMBERS[name]
-        self._call(Collective(REDUCE_ALL, operation, dtype, reduction, root, size, 0, address), timeout)
+        """In place: the reduction of all ranks' memory, at the root or (-1) everywhere."""
+        self._collective(timeout, REDUCE_ALL, name, dtype, reduction, root, size, 0, address)
 
-    def reduce_scatter(
-        self, target: int, parts: Sequence[int], size: int, dtype: int, reduction: int, timeout: int
-    ) -> None:
-        pointers = _pointers(parts)
-        what = _OPERATION_NUMBERS["reduce_scatter"], dtype, reduction, -1, size
-        self._call(Collective(REDUCE_SCATTER, *what, 0, target, ctypes.addressof(pointers)), timeout)
+    def reduce_scatter(self, target: int, parts: _Numbers, size: int, dtype: int, reduction: int, timeout: int) -> None:
+        sources = array_of(ctypes.c_void_p, parts)
+        what = dtype, reduction, -1, size, 0, target, ctypes.addressof(sources)
+        self._collective(timeout, REDUCE_SCATTER, "reduce_scatter", *what)
 
-    def publish(
-        self, name: str, source: int, sizes: Sequence[int], targets: Sequence[int], root: int, timeout: int
-    ) -> None:
+    def publish(self, name: str, source: int, sizes: _Numbers, targets: _Numbers, root: int, timeout: int) -> None:
         """Every rank's source, sizes[r] bytes long, goes to the ranks with a place for it (targets[r] not 0)."""
-        pointers, lengths = _pointers(targets), _sizes(sizes)
-        addresses = ctypes.addressof(pointers), ctypes.addressof(lengths)
-        operation = _OPERATION_NUMBERS[name]
-        self._call(Collective(PUBLISH, operation, BYTES, 0, root, max(sizes), source, 0, *addresses), timeout)
+        arrays = _arrays(targets, sizes)
+        self._collective(timeout, PUBLISH, name, BYTES, 0, root, max(sizes), source, 0, *map(ctypes.addressof, arrays))
 
-    def exchange(
-        self,
-        name: str,
-        sources: Sequence[int],
-        source_sizes: Sequence[int],
-        targets: Sequence[int],
-        target_sizes: Sequence[int],
-        root: int,
-        timeout: int,
-    ) -> None:
+    def exchange(self, name: str, sources: _Pieces, targets: _Pieces, root: int, timeout: int) -> None:
         """What rank r has for this rank goes to targets[r]; the rank's own part is the caller's."""
-        arrays = _pointers(targets), _sizes(target_sizes), _pointers(sources), _sizes(source_sizes)
-        addresses = [ctypes.addressof(array) for array in arrays]
-        self._call(Collective(EXCHANGE, _OPERATION_NUMBERS[name], BYTES, 0, root, 0, 0, 0, *addresses), timeout)
+        arrays = *_arrays(*targets), *_arrays(*sources)
+        self._collective(timeout, EXCHANGE, name, BYTES, 0, root, 0, 0, 0, *map(ctypes.addressof, arrays))
 
-    def _call(self, collective: Collective, timeout: int) -> None:
+    def _collective(self, timeout: int, way: int, name: str, *what: int) -> None:
+        collective = Collective(way, _OPERATION_NUMBERS[name], *what)
         self._checked(self._kernels.ccl_collective, ctypes.addressof(collective), timeout=timeout)
-
-    # --- From one rank to another --------------------------------------------------------------------------------
 
     def send(self, peer: int, address: int, size: int, timeout: int) -> None:
         self._checked(self._kernels.ccl_send, peer, address, size, timeout=timeout)

@@ -11,27 +11,72 @@ import atexit
 import contextlib
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import profiler
 
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import CollectiveError, PeerLate
-from cputrain.distributed.named_group import NamedGroup
 from cputrain.distributed.tensors import Outputs, cut, in_place, parts_of, sparse_all_reduce, to_read
-from cputrain.distributed.transport import Transport
-from cputrain.distributed.work import Lane, SeveralWorks, Work, run_profiled
+from cputrain.distributed.transport import Tensors, Transport
+from cputrain.distributed.work import Lane, Operation, SeveralWorks, Work, run_profiled
 
+_Splits = Sequence[int]
+_Inputs = Tensors | None
 _live: weakref.WeakSet[CclProcessGroup] = weakref.WeakSet()
 # How long the end of a group waits for operations that were queued and not waited for.
 _GRACE = 1.0
 
 
-class CclProcessGroup(NamedGroup):
+class _NamedGroup(dist.ProcessGroup):
+    """What torch asks of every group besides operations; it keeps these in backends, of which ccl's group has none."""
+
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+    _sequence, _name, _description = 0, "", ""
+
+    def getBackendName(self) -> str:
+        return "ccl"
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        self._name = name
+
+    def getGroupDesc(self) -> str:
+        return self._description
+
+    def setGroupDesc(self, description: str) -> None:
+        self._description = description
+
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    group_name, group_desc = property(getGroupName), property(getGroupDesc)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _get_backend(self, device: torch.device) -> _NamedGroup:
+        if torch.device(device).type != "cpu":
+            raise RuntimeError(f"ccl has no backend for {device}.")
+        return self
+
+    def _set_sequence_number_for_group(self) -> None:
+        self._sequence = 0
+
+    def _get_sequence_number_for_group(self) -> int:
+        return self._sequence
+
+
+class CclProcessGroup(_NamedGroup):
     def __init__(self, transport: Transport, rank: int, size: int, timeout: timedelta) -> None:
         super().__init__(rank, size)
         self.transport = transport
@@ -43,9 +88,7 @@ class CclProcessGroup(NamedGroup):
         self._closed = False
         _live.add(self)
 
-    # --- Reductions ----------------------------------------------------------------------------------------------
-
-    def allreduce(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def allreduce(self, tensors: Tensors | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         reduction, limit = _reduction(opts), self._limit(opts, timeout)
         _check_reduction(tensors, reduction)
@@ -55,24 +98,18 @@ class CclProcessGroup(NamedGroup):
         if len(tensors) == 1 and tensors[0].is_contiguous() and tensors[0].is_cpu and not tensors[0].is_conj():
             tensor = tensors[0]  # the common case, without a detour
             return self._run("all_reduce", lambda _: self.transport.all_reduce(tensor, reduction, limit), tensors, opts)
-
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.all_reduce(tensor, reduction, limit))
-
-        return self._run("all_reduce", run, tensors, opts)
+        move = partial(self.transport.all_reduce, reduction=reduction, timeout=limit)
+        return self._run("all_reduce", lambda _: in_place(tensors, move), tensors, opts)
 
     allreduce_coalesced = allreduce
 
-    def reduce(self, tensors: Sequence[Tensor], opts: Any = None) -> Work:
+    def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
         reduction, limit, root = _reduction(opts), self._limit(opts), opts.rootRank
         _check_reduction(tensors, reduction)
+        move = partial(self.transport.reduce, reduction=reduction, root=root, timeout=limit)
+        return self._run("reduce", lambda _: in_place(tensors, move), list(tensors), opts)
 
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.reduce(tensor, reduction, root, limit))
-
-        return self._run("reduce", run, list(tensors), opts)
-
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def reduce_scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         reduction, limit = _reduction(opts), self._limit(opts)
         _check_reduction(outputs, reduction)
         for output, parts in zip(outputs, inputs, strict=True):
@@ -90,27 +127,17 @@ class CclProcessGroup(NamedGroup):
     def reduce_scatter_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.reduce_scatter_single_coalesced([output], [tensor], opts)
 
-    def reduce_scatter_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def reduce_scatter_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         parts = [parts_of(to_read(tensor), self._size, "the input") for tensor in inputs]
         return self.reduce_scatter(outputs, parts, opts)
 
-    # --- Moves ---------------------------------------------------------------------------------------------------
-
-    def broadcast(self, tensors: Sequence[Tensor] | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
+    def broadcast(self, tensors: Tensors | Tensor, opts: Any = None, timeout: timedelta | None = None) -> Work:
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         root = opts if isinstance(opts, int) else opts.rootRank
-        limit = self._limit(opts, timeout)
+        move = partial(self.transport.broadcast, root=root, timeout=self._limit(opts, timeout))
+        return self._run("broadcast", lambda _: in_place(tensors, move), tensors, opts)
 
-        def run(_: Work) -> None:
-            in_place(tensors, lambda tensor: self.transport.broadcast(tensor, root, limit))
-
-        return self._run("broadcast", run, tensors, opts)
-
-    def allgather(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor] | Tensor, opts: Any = None
-    ) -> Work:
+    def allgather(self, outputs: Sequence[Tensors], inputs: Tensors | Tensor, opts: Any = None) -> Work:
         if isinstance(inputs, Tensor):
             outputs, inputs = [outputs], [inputs]  # type: ignore[list-item]
         pairs = [(list(targets), tensor) for targets, tensor in zip(outputs, inputs, strict=True)]
@@ -135,9 +162,7 @@ class CclProcessGroup(NamedGroup):
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Work:
         return self.all_gather_single_coalesced([output], [tensor], opts)
 
-    def all_gather_single_coalesced(
-        self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def all_gather_single_coalesced(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         limit = self._limit(opts)
         for output, tensor in zip(outputs, inputs, strict=True):
             if output.nbytes != tensor.nbytes * self._size:
@@ -154,14 +179,12 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("all_gather", run, list(outputs), opts, inputs)
 
-    def allgather_coalesced(
-        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None
-    ) -> Work:
+    def allgather_coalesced(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         """Here the outer list is of ranks, the inner one of tensors."""
         pairs = [([outputs[rank][i] for rank in range(self._size)], tensor) for i, tensor in enumerate(inputs)]
         return self._gather_all(pairs, opts)
 
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def gather(self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = None) -> Work:
         limit, root, tensor = self._limit(opts), opts.rootRank, inputs[0]
         targets = list(outputs[0]) if self._rank == root and outputs else []
         if self._rank == root and (len(targets) != self._size or any(t.nbytes != tensor.nbytes for t in targets)):
@@ -173,7 +196,7 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("gather", run, targets, opts, inputs)
 
-    def scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any = None) -> Work:
+    def scatter(self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = None) -> Work:
         limit, root, output = self._limit(opts), opts.rootRank, outputs[0]
         sources = list(inputs[0]) if self._rank == root and inputs else []
         if self._rank == root and (len(sources) != self._size or any(s.nbytes != output.nbytes for s in sources)):
@@ -185,7 +208,7 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("scatter", run, [output], opts, sources)
 
-    def alltoall(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], opts: Any = None) -> Work:
+    def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = None) -> Work:
         if len(outputs) != self._size or len(inputs) != self._size:
             raise ValueError(f"all_to_all needs {self._size} inputs and outputs.")
         if outputs[self._rank].nbytes != inputs[self._rank].nbytes:
@@ -200,12 +223,7 @@ class CclProcessGroup(NamedGroup):
         return self._run("all_to_all", run, list(outputs), opts, inputs)
 
     def all_to_all_single(
-        self,
-        output: Tensor,
-        tensor: Tensor,
-        output_splits: Sequence[int],
-        input_splits: Sequence[int],
-        opts: Any = None,
+        self, output: Tensor, tensor: Tensor, output_splits: _Splits, input_splits: _Splits, opts: Any = None
     ) -> Work:
         limit = self._limit(opts)
         sources = cut(to_read(tensor), input_splits, self._size, "the input")
@@ -218,21 +236,19 @@ class CclProcessGroup(NamedGroup):
 
         return self._run("all_to_all", run, [output], opts, [tensor])
 
-    # --- Messages and barriers -----------------------------------------------------------------------------------
-
-    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+    def send(self, tensors: Tensors, peer: int, tag: int) -> Work:
         tensor = to_read(tensors[0])
         return self._run_beside(
             ("send", peer, tag), lambda _: self.transport.send(tensor, peer, tag, self._timeout), list(tensors)
         )
 
-    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+    def recv(self, tensors: Tensors, peer: int, tag: int) -> Work:
         return self._receive(tensors, peer, tag)
 
-    def recv_anysource(self, tensors: Sequence[Tensor], tag: int) -> Work:
+    def recv_anysource(self, tensors: Tensors, tag: int) -> Work:
         return self._receive(tensors, None, tag)
 
-    def _receive(self, tensors: Sequence[Tensor], peer: int | None, tag: int) -> Work:
+    def _receive(self, tensors: Tensors, peer: int | None, tag: int) -> Work:
         places = Outputs()
         target = places.place(tensors[0])
 
@@ -259,22 +275,13 @@ class CclProcessGroup(NamedGroup):
                 raise
             raise failures.all_late(self.transport.absent(), limit, error) from None
 
-    # --- Running -------------------------------------------------------------------------------------------------
-
-    def _run(
-        self,
-        name: str,
-        operation: Callable[[Work], None],
-        tensors: list[Tensor],
-        opts: Any,
-        inputs: Sequence[Tensor] | None = None,
-    ) -> Work:
+    def _run(self, name: str, operation: Operation, tensors: list[Tensor], opts: Any, inputs: _Inputs = None) -> Work:
         """`tensors` are the results; the profiler shows the shapes of the `inputs`, where those are others."""
         self._sequence += 1
         asynchronous = getattr(opts, "asyncOp", True) or self._coalesced is not None
         return self._start(name, self._collectives, operation, tensors, asynchronous, inputs)
 
-    def _run_beside(self, key: tuple[str, int, int], operation: Callable[[Work], None], tensors: list[Tensor]) -> Work:
+    def _run_beside(self, key: tuple[str, int, int], operation: Operation, tensors: list[Tensor]) -> Work:
         """Messages don't wait for collectives, nor for messages of another rank or tag."""
         lane = self._lanes.get(key)
         if lane is None:
@@ -282,18 +289,12 @@ class CclProcessGroup(NamedGroup):
         return self._start(key[0], lane, operation, tensors, asynchronous=True)
 
     def _start(
-        self,
-        name: str,
-        lane: Lane,
-        operation: Callable[[Work], None],
-        tensors: list[Tensor],
-        asynchronous: bool,
-        inputs: Sequence[Tensor] | None = None,
+        self, name: str, lane: Lane, run: Operation, tensors: list[Tensor], asynchronous: bool, inputs: _Inputs = None
     ) -> Work:
         if profiler._is_profiler_enabled:
-            work = run_profiled(lane, name, operation, tensors, tensors if inputs is None else inputs, asynchronous)
+            work = run_profiled(lane, name, run, tensors, tensors if inputs is None else inputs, asynchronous)
         else:
-            work = lane.run(operation, tensors, asynchronous)
+            work = lane.run(run, tensors, asynchronous)
         if self._coalesced is not None:
             self._coalesced.append(work)
         return work
@@ -309,8 +310,6 @@ class CclProcessGroup(NamedGroup):
     def _end_coalescing(self, device: torch.device) -> SeveralWorks:
         works, self._coalesced = self._coalesced or [], None
         return SeveralWorks(works)  # type: ignore[arg-type]
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._timeout = timeout.total_seconds()
@@ -351,7 +350,7 @@ def _reduction(opts: Any) -> int:
     return native_calls.reduction_number(getattr(opts, "reduceOp", opts))
 
 
-def _check_reduction(tensors: Sequence[Tensor], reduction: int) -> None:
+def _check_reduction(tensors: Tensors, reduction: int) -> None:
     for tensor in tensors:
         native_calls.dtype_number(tensor.dtype, reduction)
 

@@ -60,7 +60,7 @@ class Meeting:
 
 def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedelta) -> Meeting:
     """Every rank of the group calls this; it returns the same partition on each."""
-    ranks = len(global_ranks)
+    size = len(global_ranks)
     with _listening_socket() as listener:
         card = {
             "version": __version__,
@@ -69,16 +69,11 @@ def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedel
             "socket": listener.getsockname()[1:].decode(),
             "cpus": sorted(os.sched_getaffinity(0)),
         }
-        store.set(f"card/{rank}", json.dumps(card))
-        store.wait([f"card/{other}" for other in range(ranks)], timeout)
-        cards = [json.loads(store.get(f"card/{other}")) for other in range(ranks)]
+        cards = [json.loads(text) for text in all_answer(store, "card", rank, size, timeout, json.dumps(card))]
         _check_versions(cards, global_ranks)
         peers = [Peer(other, global_ranks[other], card["host"], card["pid"]) for other, card in enumerate(cards)]
         leader, connection = _first_that_opens(cards, rank, global_ranks)
-        store.set(f"leader/{rank}", str(leader))
-        store.wait([f"leader/{other}" for other in range(ranks)], timeout)
-        leaders = [int(store.get(f"leader/{other}")) for other in range(ranks)]
-        machines = _partition(leaders)
+        machines = _partition([int(text) for text in all_answer(store, "leader", rank, size, timeout, str(leader))])
         here = Machine(next(machine for machine in machines if rank in machine))
         here.cpus = {cpu for other in here.ranks for cpu in cards[other]["cpus"]}
         if len(here.ranks) > 1:
@@ -86,6 +81,14 @@ def meet(store: dist.Store, rank: int, global_ranks: list[int], timeout: timedel
         if connection is not None:
             connection.close()
     return Meeting(peers, machines, here)
+
+
+def all_answer(store: dist.Store, question: str, rank: int, size: int, timeout: timedelta, answer: str) -> list[str]:
+    """The answers of all ranks of the group, each of which calls this."""
+    keys = [f"{question}/{other}" for other in range(size)]
+    store.set(keys[rank], answer)
+    store.wait(keys, timeout)
+    return [store.get(key).decode() for key in keys]
 
 
 def _check_versions(cards: list[dict], global_ranks: list[int]) -> None:
@@ -132,20 +135,17 @@ def _is_same_user(connection: socket.socket) -> bool:
 
 
 def _partition(leaders: list[int]) -> list[list[int]]:
-    """Machines from everybody's choice. A rank whose leader follows another one is alone: all must share with all."""
+    """Machines from every rank's choice. A rank whose leader follows another one is alone: all must share with all."""
     machines: dict[int, list[int]] = {}
     for rank, leader in enumerate(leaders):
         machines.setdefault(leader if leaders[leader] == leader else rank, []).append(rank)
     return [machines[first] for first in sorted(machines)]
 
 
-# --- Memory and pidfds over the socket ---------------------------------------------------------------------------
-
-
 def _share(
     here: Machine, rank: int, listener: socket.socket, connection: socket.socket | None, deadline: float
 ) -> None:
-    """The machine's first rank makes the memory, collects a pidfd of everybody and hands all of it out."""
+    """The machine's first rank makes the memory, collects a pidfd of every rank and hands all of it out."""
     size = native_calls.segment_bytes(len(here.ranks))
     own = os.pidfd_open(os.getpid())
     if rank == here.ranks[0]:
@@ -156,10 +156,10 @@ def _share(
         assert connection is not None, "a rank that isn't first has connected to the first"
         _send(connection, rank, [own])
         os.close(own)
-        _, received = _receive(connection, 1 + len(here.ranks), deadline)
+        received = _receive(connection, 1 + len(here.ranks), deadline)
         if not received:
             raise ConnectionError("the rank of this machine that offered memory has gone before it gave it.")
-        descriptor, here.pidfds = received[0], received[1:]
+        descriptor, *here.pidfds = received
     here.memory = mmap.mmap(descriptor, size)
     os.close(descriptor)
 
@@ -216,21 +216,20 @@ _DESCRIPTORS_AT_ONCE = 200
 
 def _send(connection: socket.socket, rank: int, descriptors: list[int]) -> None:
     for start in range(0, len(descriptors), _DESCRIPTORS_AT_ONCE):
-        part = array.array("i", descriptors[start : start + _DESCRIPTORS_AT_ONCE])
-        connection.sendmsg([_RANK.pack(rank)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, part)])
+        socket.send_fds(connection, [_RANK.pack(rank)], descriptors[start : start + _DESCRIPTORS_AT_ONCE])
 
 
-def _receive(connection: socket.socket, count: int, deadline: float) -> tuple[int, list[int]]:
-    """`count` descriptors, and the number that came with them; (-1, []) if the other side has gone."""
-    rank, found = -1, list[int]()
+def _receive(connection: socket.socket, count: int, deadline: float) -> list[int]:
+    """`count` descriptors; none if the other side has gone."""
+    found = list[int]()
     while len(found) < count:
         _wait_readable([connection], deadline)
         rank, part = _receive_part(connection)
         if rank < 0:
             _close_all(found)
-            return -1, []
+            return []
         found += part
-    return rank, found
+    return found
 
 
 def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:
@@ -250,11 +249,6 @@ def _receive_part(connection: socket.socket) -> tuple[int, list[int]]:
     return -1, []
 
 
-# --- Addresses for other machines --------------------------------------------------------------------------------
-
-_LOCAL = "127.0.0.1"
-
-
 def reachable_address(store: dist.Store, rank: int, size: int, timeout: timedelta) -> str:
     """This rank's address for the others. Every rank of the group calls this.
 
@@ -262,11 +256,8 @@ def reachable_address(store: dist.Store, rank: int, size: int, timeout: timedelt
     many systems): there it is the way to the first rank that has come from elsewhere.
     """
     own = own_address()
-    store.set(f"address/{rank}", own)
-    keys = [f"address/{other}" for other in range(size)]
-    store.wait(keys, timeout)
-    others = [store.get(key).decode() for key in keys]
-    elsewhere = [address for address in others if not ipaddress.ip_address(address).is_loopback]
+    answers = all_answer(store, "address", rank, size, timeout, own)
+    elsewhere = [address for address in answers if not ipaddress.ip_address(address).is_loopback]
     if elsewhere and ipaddress.ip_address(own).is_loopback:
         return _towards(elsewhere[0], 9)
     return own
@@ -276,7 +267,7 @@ def own_address() -> str:
     """The address that the kernel would use to reach MASTER_ADDR; this machine's own loopback if all is local."""
     master, port = settings.meeting_place()
     if not master:
-        return _LOCAL
+        return "127.0.0.1"
     try:
         return _towards(master, port)
     except socket.gaierror as error:

@@ -6,7 +6,7 @@ import ctypes
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from cputrain import hardware
 from cputrain.distributed import failures, native_calls
 from cputrain.distributed.failures import Peer
 from cputrain.distributed.rendezvous import Machine
-from cputrain.distributed.transport import Transport
+from cputrain.distributed.transport import Tensors, Transport
 
+_NativeCall = Callable[..., None]
 # A look takes about 50 ns: 100 µs, a little more than a sleeper takes to wake. With more ranks than cores every look
 # takes time from the rank that is waited for.
 _SPIN = 2000
@@ -34,20 +35,17 @@ def _spin(machine: Machine) -> int:
 class SharedMemoryTransport(Transport):
     name = "shm"
 
-    def __init__(self, machine: Machine, rank: int, everybody: list[Peer]) -> None:
-        """`rank` counts within the machine, `everybody` is the whole group."""
+    def __init__(self, machine: Machine, rank: int, group: list[Peer]) -> None:
+        """`rank` counts within the machine."""
         assert machine.memory is not None
-        peers, self._everybody = [everybody[r] for r in machine.ranks], everybody
-        self._machine, self._peers, self.rank, self.size = machine, peers, rank, len(peers)
+        self._machine, self._peers, self._group = machine, [group[r] for r in machine.ranks], group
+        self.rank, self.size = rank, len(self._peers)
         self._buffer = ctypes.c_char.from_buffer(machine.memory)
         address = ctypes.addressof(self._buffer)
-        spin = _spin(machine)
-        self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, spin)
+        self._memory = native_calls.SharedMemory(address, rank, self.size, machine.pidfds, _spin(machine))
         self._call_text = ""  # of the user's collective, if what runs here are its steps
-        self._writing = [threading.Lock() for _ in peers]
+        self._writing = [threading.Lock() for _ in self._peers]
         self._inboxes = [_Inbox(self, peer) for peer in range(self.size)]
-
-    # --- Reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         self._reduce("all_reduce", tensor, reduction, -1, timeout)
@@ -60,23 +58,10 @@ class SharedMemoryTransport(Transport):
         what = (name, tensor.data_ptr(), tensor.nbytes, dtype, reduction, root)
         self._call(name, tensor, timeout, self._memory.reduce, *what, reduction=reduction)
 
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None:
         dtype = native_calls.dtype_number(output.dtype, reduction)
-        parts = [tensor.data_ptr() for tensor in tensors]
-        self._call(
-            "reduce_scatter",
-            output,
-            timeout,
-            self._memory.reduce_scatter,
-            output.data_ptr(),
-            parts,
-            output.nbytes,
-            dtype,
-            reduction,
-            reduction=reduction,
-        )
-
-    # --- Moves ---------------------------------------------------------------------------------------------------
+        what = output.data_ptr(), _memory_of(tensors)[0], output.nbytes, dtype, reduction
+        self._call("reduce_scatter", output, timeout, self._memory.reduce_scatter, *what, reduction=reduction)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         address = tensor.data_ptr()
@@ -84,19 +69,19 @@ class SharedMemoryTransport(Transport):
         sizes = [tensor.nbytes if rank == root else 0 for rank in range(self.size)]
         self._publish("broadcast", tensor, sizes, targets, root, timeout)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         targets = [output.data_ptr() or _ANYWHERE for output in outputs]
         self._publish("all_gather", tensor, [output.nbytes for output in outputs], targets, -1, timeout)
         _copy(outputs[self.rank], tensor)
 
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         targets = [output.data_ptr() for output in outputs] or [0] * self.size
         sizes = [0 if rank == root else tensor.nbytes for rank in range(self.size)]
         self._publish("gather", tensor, sizes, targets, root, timeout)
         if outputs:
             _copy(outputs[self.rank], tensor)
 
-    def gather_uneven(self, outputs: Sequence[Tensor], tensor: Tensor, sizes: list[int], timeout: float) -> None:
+    def gather_uneven(self, outputs: Tensors, tensor: Tensor, sizes: list[int], timeout: float) -> None:
         """To the machine's first rank, which alone has outputs."""
         targets = [output.data_ptr() for output in outputs] or [0] * self.size
         self._publish("all_gather", tensor, sizes, targets, -1, timeout)
@@ -111,33 +96,19 @@ class SharedMemoryTransport(Transport):
     ) -> None:
         self._call(name, tensor, timeout, self._memory.publish, name, tensor.data_ptr(), sizes, targets, root)
 
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         nothing = [output.new_empty(0)] * self.size
         sources = list(tensors) if self.rank == root else nothing
         targets = [output if rank == root else nothing[0] for rank in range(self.size)]
         self._exchange("scatter", targets, sources, root, timeout)
 
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         self._exchange("all_to_all", outputs, tensors, -1, timeout)
 
-    def _exchange(
-        self, name: str, outputs: Sequence[Tensor], tensors: Sequence[Tensor], root: int, timeout: float
-    ) -> None:
-        self._call(
-            name,
-            tensors[0],
-            timeout,
-            self._memory.exchange,
-            name,
-            [tensor.data_ptr() for tensor in tensors],
-            [tensor.nbytes for tensor in tensors],
-            [output.data_ptr() for output in outputs],
-            [output.nbytes for output in outputs],
-            root,
-        )
+    def _exchange(self, name: str, outputs: Tensors, tensors: Tensors, root: int, timeout: float) -> None:
+        what = name, _memory_of(tensors), _memory_of(outputs), root
+        self._call(name, tensors[0], timeout, self._memory.exchange, *what)
         _copy(outputs[self.rank], tensors[self.rank])
-
-    # --- Messages ------------------------------------------------------------------------------------------------
 
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         head = torch.tensor([tag, tensor.nbytes])
@@ -168,14 +139,10 @@ class SharedMemoryTransport(Transport):
     def is_readable(self, peer: int) -> bool:
         return self._memory.is_readable(peer)
 
-    def begin_call(
-        self, text: str, name: str, number: int, dtype: object, size: int, root: int, reduction: int | None
-    ) -> None:
+    def begin_call(self, text: str, *what: Any) -> None:
         """The collectives that follow are steps of this one: if ranks differ, it is the one that is named."""
         self._call_text = text
-        self._memory.begin_call(name, number, dtype, size, root, reduction)
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
+        self._memory.begin_call(*what)
 
     def abort(self) -> None:
         self._memory.abort()
@@ -192,19 +159,13 @@ class SharedMemoryTransport(Transport):
         self._machine.close()
 
     def _call(
-        self,
-        name: str,
-        tensor: Tensor,
-        timeout: float,
-        call: Callable[..., None],
-        *arguments: Any,
-        reduction: int | None = None,
+        self, name: str, tensor: Tensor, timeout: float, call: _NativeCall, *what: Any, reduction: int | None = None
     ) -> None:
         try:
-            call(*arguments, int(timeout * 1e9))
+            call(*what, int(timeout * 1e9))
         except native_calls.CallFailed as error:
             mine = self._call_text or failures.described(name, tensor.dtype, tensor.nbytes, reduction=reduction)
-            raise failures.from_status(error.status, self._peers, self._everybody, mine, timeout) from None
+            raise failures.from_status(error.status, self._peers, self._group, mine, timeout) from None
 
 
 class _Inbox:
@@ -264,6 +225,11 @@ class _Inbox:
             with self._changed:
                 self._reading = False
                 self._changed.notify_all()
+
+
+def _memory_of(tensors: Tensors) -> tuple[list[int], list[int]]:
+    """Addresses and sizes."""
+    return [tensor.data_ptr() for tensor in tensors], [tensor.nbytes for tensor in tensors]
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from cputrain.distributed import native_calls
 from cputrain.distributed.failures import CollectivesDiffer
-from cputrain.distributed.transport import Transport
+from cputrain.distributed.transport import Tensors, Transport
 
 
 def plain(tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class Outputs:
         return copy
 
 
-def in_place(tensors: Sequence[Tensor], run: Callable[[Tensor], None]) -> None:
+def in_place(tensors: Tensors, run: Callable[[Tensor], None]) -> None:
     """Runs an operation that reads and writes each tensor."""
     for tensor in tensors:
         with Outputs() as outputs:
@@ -129,7 +129,7 @@ def _counts(transport: Transport, mine: Tensor, ranks: int, timeout: float) -> l
 
 
 def _gathered(transport: Transport, mine: Tensor, dim: int, counts: list[int], timeout: float) -> list[Tensor]:
-    """Everybody's tensor; they differ in one dimension only."""
+    """All ranks' tensors; they differ in one dimension only."""
     shapes = [[count if d == dim else size for d, size in enumerate(mine.shape)] for count in counts]
     found = [torch.empty(shape, dtype=mine.dtype) for shape in shapes]
     transport.all_gather(found, mine.contiguous(), timeout)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -16,20 +16,11 @@ import torch
 from torch import Tensor
 
 from cputrain.distributed import failures, native_calls
-from cputrain.distributed.engines import EVERYBODY, Engine
-from cputrain.distributed.failures import (
-    CollectiveError,
-    CollectivesDiffer,
-    Peer,
-    PeerDied,
-    PeerLate,
-    died_elsewhere,
-    late,
-    left_elsewhere,
-)
-from cputrain.distributed.monitor import Monitor
+from cputrain.distributed.engines import ALL_RANKS, Engine
+from cputrain.distributed.failures import CollectiveError, CollectivesDiffer, Peer, PeerDied, PeerLate
+from cputrain.distributed.monitor import DIFFERS, LATE, Monitor
 from cputrain.distributed.shared_memory import SharedMemoryTransport
-from cputrain.distributed.transport import AloneTransport, Transport
+from cputrain.distributed.transport import AloneTransport, Tensors, Transport
 
 _Result = TypeVar("_Result")
 
@@ -56,18 +47,18 @@ def _named(collective: Callable[..., _Result]) -> Callable[..., _Result]:
             return collective(self, *arguments, **named)
         except CollectivesDiffer as error:
             self._broken = True
-            self._monitor.tell_difference(self._rank_in_group(error.culprit))
+            self._monitor.tell_found(DIFFERS, self._rank_in_group(error.culprit))
             raise
         except PeerDied as error:
             self._broken = True
             self.check_peers()
             if error.culprit is None:  # an engine lost a connection, and doesn't know whose
-                self._name_who_left()
+                for rank in self._monitor.left:
+                    raise failures.left_elsewhere(self._peers[rank], self._last, self._mine) from None
             raise
         except PeerLate as error:
             self._broken = True
-            self._tell_late(error)
-            self.name_late()
+            self._name_late(error)
             raise
 
     return run
@@ -86,8 +77,6 @@ class TwoLevelTransport(Transport):
         self.name = f"shm+{self._flat.name}" if self.size > len(machines) else self._flat.name
         self._broken = False
 
-    # --- Reductions ----------------------------------------------------------------------------------------------
-
     @_named
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         self._enter("all_reduce", tensor.dtype, tensor.nbytes, timeout, reduction=reduction)
@@ -95,7 +84,9 @@ class TwoLevelTransport(Transport):
 
     def _reduce_everywhere(self, tensor: Tensor, reduction: int, timeout: float) -> None:
         native_calls.dtype_number(tensor.dtype, reduction)
-        wide = _exact(tensor, summed_locally=self.size > len(self._machines))
+        # Sums of a machine's ranks are kept in fp32 where they are of 16-bit floats; the same on every machine.
+        half = tensor.dtype in (torch.float16, torch.bfloat16)
+        wide = tensor.float() if half and self.size > len(self._machines) else tensor
         # A mean is divided once, by all ranks, where the machines' sums are added.
         locally = native_calls.PART_OF_MEAN if reduction == native_calls.MEAN else reduction
         self._local.reduce(wide, locally, 0, timeout)
@@ -133,13 +124,11 @@ class TwoLevelTransport(Transport):
             tensor.copy_(everywhere)
 
     @_named
-    def reduce_scatter(self, output: Tensor, tensors: Sequence[Tensor], reduction: int, timeout: float) -> None:
+    def reduce_scatter(self, output: Tensor, tensors: Tensors, reduction: int, timeout: float) -> None:
         self._enter("reduce_scatter", output.dtype, output.nbytes, timeout, reduction=reduction)
         joined = torch.cat([tensor.reshape(-1) for tensor in tensors])
         self._reduce_everywhere(joined, reduction, timeout)
         output.copy_(joined[self.rank * output.numel() :][: output.numel()].reshape(output.shape))
-
-    # --- Moves ---------------------------------------------------------------------------------------------------
 
     @_named
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
@@ -153,7 +142,7 @@ class TwoLevelTransport(Transport):
             self._local.broadcast(tensor, 0, timeout)
 
     @_named
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """A machine's tensors lie behind one another on their way."""
         sizes = [output.nbytes for output in outputs]
         self._enter("all_gather", tensor.dtype, sum(sizes), timeout)
@@ -172,7 +161,7 @@ class TwoLevelTransport(Transport):
             _bytes([outputs[r]])[0].copy_(part)
 
     @_named
-    def gather(self, outputs: Sequence[Tensor], tensor: Tensor, root: int, timeout: float) -> None:
+    def gather(self, outputs: Tensors, tensor: Tensor, root: int, timeout: float) -> None:
         self._enter("gather", tensor.dtype, tensor.nbytes, timeout, root)
         own = _bytes([tensor])[0]
         received = _bytes(outputs) if self.rank == root else [_NOTHING] * self.size
@@ -180,18 +169,18 @@ class TwoLevelTransport(Transport):
         self._exchange(received, sent, timeout)
 
     @_named
-    def scatter(self, output: Tensor, tensors: Sequence[Tensor], root: int, timeout: float) -> None:
+    def scatter(self, output: Tensor, tensors: Tensors, root: int, timeout: float) -> None:
         self._enter("scatter", output.dtype, output.nbytes, timeout, root)
         received = [_bytes([output])[0] if r == root else _NOTHING for r in range(self.size)]
         sent = _bytes(tensors) if self.rank == root else [_NOTHING] * self.size
         self._exchange(received, sent, timeout)
 
     @_named
-    def all_to_all(self, outputs: Sequence[Tensor], tensors: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, tensors: Tensors, timeout: float) -> None:
         self._enter("all_to_all", outputs[0].dtype, 0, timeout)
         self._exchange(_bytes(outputs), _bytes(tensors), timeout)
 
-    def _exchange(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def _exchange(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         """Every rank compares all sizes first: engines wait for ever for bytes that no rank sends."""
         mine = torch.tensor([[t.numel() for t in inputs], [t.numel() for t in outputs]])
         sizes = torch.empty(self.size, 2, self.size, dtype=torch.int64)
@@ -203,7 +192,7 @@ class TwoLevelTransport(Transport):
                 f"the ranks called different collectives: in {self._mine}, {self._peers[source]} sends "
                 f"{sent[source, target]:,} bytes to {self._peers[target]}, which awaits {awaited[source, target]:,}."
             )
-            raise failures.blaming(self._peers[source], CollectivesDiffer(text))
+            raise CollectivesDiffer(text, self._peers[source])
         self._through(self._flat.all_to_all, outputs, inputs, timeout)
 
     @_named
@@ -211,15 +200,11 @@ class TwoLevelTransport(Transport):
         self._enter(name, "nothing", 0, timeout)
         self._reduce_everywhere(torch.ones(1, dtype=torch.uint8), native_calls.SUM, timeout)
 
-    # --- Messages ------------------------------------------------------------------------------------------------
-
     def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None:
         self._through(self._flat.send, _bytes([tensor])[0], peer, tag, timeout)
 
     def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
         return self._through(self._flat.receive, _bytes([tensor])[0], peer, tag, timeout)
-
-    # --- Ends ----------------------------------------------------------------------------------------------------
 
     def abort(self) -> None:
         self._local.abort()
@@ -234,47 +219,41 @@ class TwoLevelTransport(Transport):
             if engine is not None:
                 engine.close(self._broken)
 
-    def check_peers(self, awaited: int = EVERYBODY) -> None:
+    def check_peers(self, awaited: int = ALL_RANKS) -> None:
         """Raises if ranks are known to differ, if one is dead, or if an awaited one has ended the group."""
-        if self._monitor.differing not in (-1, self.rank):
-            pair = [self._peers[r] for r in dict.fromkeys((self._monitor.differing, self._monitor.differing_from))]
-            who = " and ".join(map(str, pair))
-            raise failures.blaming(pair[-1], failures.differ_elsewhere(who, self._mine)) from None
-        if self._monitor.late >= 0 and self._monitor.late_for != self.rank:
-            raise self._given_up() from None
+        found, last, mine = self._monitor.found, self._last, self._mine
+        if DIFFERS in found and found[DIFFERS][0] != self.rank:
+            pair = [self._peers[r] for r in dict.fromkeys(found[DIFFERS])]
+            raise failures.differ_elsewhere(" and ".join(map(str, pair)), mine, pair[-1]) from None
+        if LATE in found and found[LATE][0] != self.rank:
+            raise self._given_up(*found[LATE]) from None
         if self._monitor.dead >= 0:
-            raise died_elsewhere(self._peers[self._monitor.dead], self._last, self._mine) from None
+            raise failures.died_elsewhere(self._peers[self._monitor.dead], last, mine) from None
         for rank, since in list(self._monitor.left.items()):  # once what it sent is here
-            if awaited in (EVERYBODY, rank) and time.monotonic() - since > _LAST_BYTES:
-                raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+            if awaited in (ALL_RANKS, rank) and time.monotonic() - since > _LAST_BYTES:
+                raise failures.left_elsewhere(self._peers[rank], last, mine) from None
 
-    def _tell_late(self, error: PeerLate) -> None:
-        found = self._monitor.absent() if error.culprit is None else self._rank_in_group(error.culprit)
-        if found is not None:
-            self._monitor.tell_late(found)
-
-    def _given_up(self) -> PeerLate:
+    def _given_up(self, waiting: int, late: int) -> PeerLate:
         """Another rank has waited in vain, for a third one or for this one."""
-        if self._monitor.late != self.rank:
-            return late(self._peers[self._monitor.late], self._timeout, self._last, self._mine)
-        return failures.came_late(self._peers[self._monitor.late_for], self._timeout, self._mine)
-
-    def _name_who_left(self) -> None:
-        for rank in self._monitor.left:
-            raise left_elsewhere(self._peers[rank], self._last, self._mine) from None
+        if late != self.rank:
+            return failures.late(self._peers[late], self._timeout, self._last, self._mine)
+        return failures.came_late(self._peers[waiting], self._timeout, self._mine)
 
     def _rank_in_group(self, global_rank: int | None) -> int:
-        """This rank's own, if it isn't known who differs."""
+        """This rank's own, if it isn't known which rank differs."""
         return next((peer.rank for peer in self._peers if peer.global_rank == global_rank), self.rank)
 
     def absent(self) -> list[Peer]:
         return [self._peers[rank] for rank in self._monitor.all_absent()]
 
-    def name_late(self) -> None:
-        """Raises if it is known who has not come to this collective, of whichever machine."""
-        found = self._monitor.absent()
+    def _name_late(self, error: PeerLate) -> None:
+        """Tells the other machines, and raises if it is known who has not come to this collective, of any machine."""
+        found = self._monitor.absent() if error.culprit is None else self._rank_in_group(error.culprit)
         if found is not None:
-            raise late(self._peers[found], self._timeout, self._last, self._mine) from None
+            self._monitor.tell_found(LATE, found)
+        absent = self._monitor.absent()
+        if absent is not None:
+            raise failures.late(self._peers[absent], self._timeout, self._last, self._mine) from None
 
     def _enter(
         self, name: str, dtype: object, size: int, timeout: float, root: int = -1, reduction: int | None = None
@@ -292,7 +271,7 @@ class TwoLevelTransport(Transport):
             return
         text = mine.encode()[:_TITLE].ljust(_TITLE)
         title = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        titles = [torch.empty(_TITLE, dtype=torch.uint8) for _ in self._machines]
+        titles = [torch.empty_like(title) for _ in self._machines]
         self._through(self._between.all_gather, titles, title, timeout)
         for machine, other in zip(self._machines, titles, strict=True):
             if not torch.equal(other, title):
@@ -316,7 +295,7 @@ class TwoLevelTransport(Transport):
         if isinstance(error, PeerLate):
             return native_calls.TIMEOUT, self._monitor.absent()
         if isinstance(error, CollectivesDiffer):
-            return native_calls.MISMATCH, self._monitor.differing if self._monitor.differing >= 0 else None
+            return native_calls.MISMATCH, self._monitor.found.get(DIFFERS, (None,))[0]
         return native_calls.DIED, self._monitor.culprit()
 
 
@@ -326,13 +305,7 @@ _LAST_BYTES = 4.0
 _TITLE = 96
 
 
-def _exact(tensor: Tensor, summed_locally: bool) -> Tensor:
-    """Where sums of a machine's ranks are kept: those of 16-bit floats in fp32. The same on every machine."""
-    half = tensor.dtype in (torch.float16, torch.bfloat16)
-    return tensor.float() if half and summed_locally else tensor
-
-
-def _bytes(tensors: Sequence[Tensor]) -> list[Tensor]:
+def _bytes(tensors: Tensors) -> list[Tensor]:
     """The memory of contiguous tensors as it is."""
     return [tensor.reshape(-1).view(torch.uint8) if tensor.numel() else _NOTHING for tensor in tensors]
 

@@ -10,7 +10,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch._C._profiler import _RecordFunctionFast
 
 from cputrain.distributed import failures
 from cputrain.distributed.failures import CollectiveError
+from cputrain.distributed.transport import Tensors
 from cputrain.log import say_once
 from cputrain.settings import COMMUNICATION_CPUS, communication_cpus
 
@@ -39,8 +40,6 @@ class Work(TorchWork):
         self._future: torch.futures.Future | None = None  # what callers get, made of `_ended`
         self._source = -1
 
-    # --- For the lane ----------------------------------------------------------------------------------------
-
     def finish(self, error: BaseException | None = None) -> None:
         with self._lock:
             self._error, self._done = error, True
@@ -49,8 +48,6 @@ class Work(TorchWork):
             finished.set()
         if ended is not None:
             ended.set_result(None)
-
-    # --- For the caller --------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         if not self._done:
@@ -104,8 +101,10 @@ class Work(TorchWork):
     def source_rank(self) -> int:
         return self._source
 
-    def _source_rank(self) -> int:
-        return self._source
+    _source_rank = source_rank
+
+
+Operation = Callable[[Work], Any]
 
 
 class SeveralWorks(TorchWork):
@@ -139,14 +138,14 @@ class Lane:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._queue: queue.SimpleQueue[tuple[Work, Callable[[Work], Any]] | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[Work, Operation] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._waiting = 0  # queued or running, changed under the lock
         self._lock = threading.Lock()
         self._free = threading.Lock()  # held while an operation runs
         self._closed = False
 
-    def run(self, operation: Callable[[Work], Any], tensors: list[Tensor], asynchronous: bool) -> Work:
+    def run(self, operation: Operation, tensors: list[Tensor], asynchronous: bool) -> Work:
         """Starts an operation after all that came before it."""
         work = Work(tensors)
         with self._lock:
@@ -173,7 +172,7 @@ class Lane:
             self._execute(*item)
             del item  # the tensors must not live until the next operation comes
 
-    def _execute(self, work: Work, operation: Callable[[Work], Any]) -> None:
+    def _execute(self, work: Work, operation: Operation) -> None:
         error: BaseException | None = None
         try:
             with self._free:
@@ -204,12 +203,7 @@ class Lane:
 
 
 def run_profiled(
-    lane: Lane,
-    name: str,
-    operation: Callable[[Work], None],
-    tensors: list[Tensor],
-    inputs: Sequence[Tensor],
-    asynchronous: bool,
+    lane: Lane, name: str, operation: Operation, tensors: list[Tensor], inputs: Tensors, asynchronous: bool
 ) -> Work:
     """Through the lane's thread, also if the caller waits.
 
@@ -236,8 +230,11 @@ def run_profiled(
 
 def move_to_communication_cpus() -> None:
     """This thread, and all that it starts from now on, if cores were kept free for communication."""
-    if communication_cpus():
-        _move(frozenset(communication_cpus()))
+    if wanted := communication_cpus():
+        try:
+            os.sched_setaffinity(0, wanted)
+        except OSError as error:
+            say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")
 
 
 @contextlib.contextmanager
@@ -250,10 +247,3 @@ def on_communication_cpus() -> Iterator[None]:
     finally:
         if communication_cpus():
             os.sched_setaffinity(0, before)
-
-
-def _move(wanted: frozenset[int]) -> None:
-    try:
-        os.sched_setaffinity(0, wanted)
-    except OSError as error:
-        say_once(f"{COMMUNICATION_CPUS}={','.join(map(str, sorted(wanted)))} has no effect: {error.strerror}")

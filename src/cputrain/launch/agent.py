@@ -85,16 +85,14 @@ class Agent(LocalElasticAgent):
         self._ended = self.verdict = self._failed_since = None
         blame.forget_all(os.environ[blame.FOLDER])
         keep_all_alive()
-        own, size = worker_group.group_rank or 0, worker_group.group_world_size or 1
-        self.peers = Peers(worker_group.store, own, size)
-        self._link(worker_group.store, own, size, self.peers.start)
-        return super()._start_workers(worker_group)
-
-    def _link(self, store: Any, own: int, size: int, start: int) -> None:
+        store, own, size = worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1
+        self.peers = Peers(store, own, size)
         if self.links:
             self.links.close()
         self._broken_since = None
-        self.links = Links(store, f"cputrain/links/{start}", own, size, self.endpoint) if size > 1 else None
+        key = f"cputrain/links/{self.peers.start}"
+        self.links = Links(store, key, own, size, self.endpoint) if size > 1 else None
+        return super()._start_workers(worker_group)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._ended is None and self._waits_for_the_cause(worker_group):
@@ -133,17 +131,21 @@ class Agent(LocalElasticAgent):
 
     def _blames(self, ranks: Iterable[int]) -> dict[int, blame.Blame]:
         """What those of these ranks that know of another one's failure have left."""
-        found = {rank: blame.read(os.environ[blame.FOLDER], rank) for rank in ranks}
-        return {rank: one for rank, one in found.items() if one is not None}
+        folder = os.environ[blame.FOLDER]
+        return {rank: found for rank in ranks if (found := blame.read(folder, rank))}
+
+    def _handlers(self) -> dict[int, Any]:
+        """torch's, of the processes of this machine's ranks, by their local numbers."""
+        return self._pcontext.subprocess_handlers if self._pcontext else {}
 
     def _exit_codes(self, worker_group: WorkerGroup) -> dict[int, int | None]:
         """Of the ranks of this machine, by their global numbers; None while they run."""
-        handlers = self._pcontext.subprocess_handlers if self._pcontext else {}
-        return {worker_group.workers[local].global_rank: one.proc.poll() for local, one in handlers.items()}
+        workers = worker_group.workers
+        return {workers[local].global_rank: one.proc.poll() for local, one in self._handlers().items()}
 
     def _end_stopped(self) -> None:
         """torch's SIGTERM would reach a stopped rank when it goes on, which it does only now."""
-        for handler in (self._pcontext.subprocess_handlers if self._pcontext else {}).values():
+        for handler in self._handlers().values():
             if handler.proc.poll() is None:
                 handler.proc.terminate()
                 handler.proc.send_signal(signal.SIGCONT)
@@ -153,8 +155,7 @@ class Agent(LocalElasticAgent):
         super()._shutdown(*arguments, **named)
 
     def _after_a_look(self, result: RunResult, peers: Peers) -> RunResult:
-        failure = peers.failure()
-        if failure:
+        if failure := peers.failure():
             raise OthersFailed(failure)
         unreachable = self._unreachable(peers)
         if self._ended is None:
@@ -170,7 +171,7 @@ class Agent(LocalElasticAgent):
         return RunResult(state=WorkerState.UNHEALTHY if lost else WorkerState.HEALTHY)
 
     def _unreachable(self, peers: Peers) -> list[int]:
-        """Whose kernel doesn't answer, before its ranks have ended."""
+        """The machines whose kernel doesn't answer, and whose ranks have not ended."""
         if self.links is None:
             return []
         self.links.look()
@@ -194,10 +195,8 @@ class Agent(LocalElasticAgent):
             return
         with contextlib.suppress(RuntimeError):
             self.peers.say_failed(failure)
-            limit = time.monotonic() + _HEARD_SECONDS
-            lost = self.links and self.links.broken  # who can't be reached can't hear
-            while not lost and not self.peers.all_heard() and time.monotonic() < limit:
-                time.sleep(0.1)
+            if not (self.links and self.links.broken):  # a machine that can't be reached can't hear
+                processes.wait_until(self.peers.all_heard, _HEARD_SECONDS)
 
 
 def train(order: Order, logs: Any, program: list[str]) -> Failure | None:

@@ -144,6 +144,9 @@ def _check_machines(config: Config, machines: int, processes: int) -> None:
         raise ConfigError("num_machines", f"{machines} machines need a main_process_ip: the address of rank 0.")
 
 
+_TOLD_IF_CHANGED = {"cores_for_communication": COMMUNICATION_CORES, "grad_compression": GRADIENTS, "balance": BALANCE}
+
+
 def environment_of(
     config: Config, inherited: Mapping[str, str], threads: int | None = None
 ) -> tuple[dict[str, str], list[str]]:
@@ -155,12 +158,9 @@ def environment_of(
     }
     if threads is not None:
         added["OMP_NUM_THREADS"] = str(threads)
-    if config.cores_for_communication:
-        added[COMMUNICATION_CORES] = str(config.cores_for_communication)
-    if config.grad_compression != "none":
-        added[GRADIENTS] = config.grad_compression
-    if config.balance != "length":
-        added[BALANCE] = config.balance
+    for key, name in _TOLD_IF_CHANGED.items():
+        if getattr(config, key) != getattr(Config, key):
+            added[name] = str(getattr(config, key))
     added |= {name: value for name, _, value in (entry.partition("=") for entry in config.env)}
     preloaded, warnings = cores.preload(config.allocator, {**inherited, **added})
     if preloaded != {**inherited, **added}.get("LD_PRELOAD", ""):

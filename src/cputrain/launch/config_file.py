@@ -117,9 +117,6 @@ def to_text(values: Mapping[str, object]) -> str:
     return stream.getvalue()
 
 
-# --- From YAML to values -----------------------------------------------------------------------------------------
-
-
 def _composed(text: str, path: str) -> MappingNode:
     """The file's nodes, which know their lines. Nothing is constructed from tags."""
     from ruamel.yaml import YAML

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cputrain.hardware import Cpus, Hardware
+from cputrain.settings import preloaded
 
 
 @dataclass(frozen=True)
@@ -220,15 +221,15 @@ _RUNTIME = re.compile(r"lib(gomp|iomp5|omp)\b[^/\0]*\.so")
 
 def openmp_runtime(environ: Mapping[str, str], torch_folder: Path | None = None) -> tuple[str, str]:
     """The one that torch loads (GNU, Intel, LLVM or unknown), and why. Settings must be there before torch's import."""
-    for library in re.split(r"[: ]", environ.get("LD_PRELOAD", "")):
-        found = _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library)))
-        if found:
+    for library in preloaded(environ):
+        if found := _RUNTIME.fullmatch(re.sub(r"\.so[.\d]*$", ".so", os.path.basename(library))):
             return _RUNTIMES[found[1]], f"LD_PRELOAD={library}"
-    folder = torch_folder or _torch_folder()
+    torch = importlib.util.find_spec("torch")
+    folder = torch_folder or (Path(torch.origin).parent if torch and torch.origin else None)
     deps = folder / "lib" / "libtorch_global_deps.so" if folder else None
     if deps is None or not deps.exists():
         return "unknown", "torch's libraries were not found"
-    # torch opens this tiny library first, globally, and what it needs is what everybody gets.
+    # torch opens this tiny library first, globally, and what it needs is what all get.
     found = _RUNTIME.search(deps.read_bytes().decode("latin-1"))
     if not found:
         return "unknown", f"{deps} names none"
@@ -248,11 +249,6 @@ def openmp_settings(kind: str, crowded: bool) -> dict[str, str]:
     return {}
 
 
-def _torch_folder() -> Path | None:
-    found = importlib.util.find_spec("torch")
-    return Path(found.origin).parent if found and found.origin else None
-
-
 # --- Allocators --------------------------------------------------------------------------------------------------
 
 # By the names that stay the same between releases. The minimal tcmalloc has no profiler, and needs no libunwind.
@@ -267,7 +263,7 @@ _FOLDERS = ("/usr/lib/x86_64-linux-gnu", "/usr/lib/aarch64-linux-gnu", "/usr/lib
 def preload(name: str, environ: Mapping[str, str], folders: tuple[str, ...] = ()) -> tuple[str, list[str]]:
     """LD_PRELOAD for the ranks, and warnings. What the user preloads stays if it loads; ld.so ignores the rest."""
     kept, warnings = [], []
-    for library in filter(None, re.split(r"[: ]", environ.get("LD_PRELOAD", ""))):
+    for library in preloaded(environ):
         if loads(library):
             kept.append(library)
         else:

@@ -46,7 +46,7 @@ def read(path: str | Path) -> list[Host]:
 
 
 def parse(data: bytes, path: str) -> list[Host]:
-    """`path` is for people."""
+    """`path` names the file in messages."""
     try:
         lines = data.decode().splitlines()
     except UnicodeDecodeError:
@@ -83,8 +83,7 @@ def _parsed(text: str) -> Host:
     name, _, rest = re.sub(r"\s*=\s*", "=", text).partition(" ")
     name, slots = _name_and_slots(name)
     for word in rest.split():
-        found = _SLOTS.fullmatch(word)
-        if found:
+        if found := _SLOTS.fullmatch(word):
             slots = int(found[1])
         elif not _OTHER_WORDS.fullmatch(word):
             raise ValueError(f"{word!r} is not understood: write node1, node1:4 or node1 slots=4.")

@@ -95,7 +95,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
     meeting, exchange = rendezvous.meet(place, environ)
     if meeting.token and not environ.get(authentication.TOKEN):
         environ[authentication.TOKEN] = meeting.token
-    if _nobody_watches(place, environ):
+    if _has_no_launcher(place, environ):
         roll_call.hold(f"{meeting.address}:{meeting.port}", place.rank, place.size, environ, roll_call.RANKS)
         environ[MET] = "1"
     environ.update(
@@ -109,10 +109,9 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
         environ["LOCAL_WORLD_SIZE"] = str(place.local_size)
     if place.rank > 0:
         environ.setdefault("TQDM_DISABLE", "1")  # one progress bar, rank 0's
-    if not place.is_local and not environ.get("GLOO_SOCKET_IFNAME"):
-        interface = rendezvous.interface_towards(meeting.address)
-        if interface:
-            environ["GLOO_SOCKET_IFNAME"] = interface
+    is_told = place.is_local or environ.get("GLOO_SOCKET_IFNAME")
+    if not is_told and (interface := rendezvous.interface_towards(meeting.address)):
+        environ["GLOO_SOCKET_IFNAME"] = interface
     logger.log(
         logging.INFO if place.rank == 0 else logging.DEBUG,
         f"rank {place.rank} of {place.size}: {place.reason}; they meet at {meeting.address}, port {meeting.port}: "
@@ -121,7 +120,7 @@ def _meet(place: ranks.Place, environ: MutableMapping[str, str]) -> pmi.Exchange
     return exchange
 
 
-def _nobody_watches(place: ranks.Place, environ: Mapping[str, str]) -> bool:
+def _has_no_launcher(place: ranks.Place, environ: Mapping[str, str]) -> bool:
     """Ranks that were numbered by hand: no launcher would end them if one is missing, and torch waits half an hour."""
     numbered = place.by == "environment" and place.size > 1
     return numbered and not any(environ.get(name) for name in ("TORCHELASTIC_RUN_ID", EXPECTED, MET))
@@ -164,15 +163,13 @@ def _settle(place: ranks.Place | None, environ: MutableMapping[str, str]) -> Non
 
 def _take_memory_there(cpus: hardware.Cpus) -> None:
     node = cores.numa_node(cpus, hardware.detect())
-    reason = cores.prefer_memory_of(node) if node is not None else None
-    if reason:
+    if reason := cores.prefer_memory_of(node) if node is not None else None:
         logger.debug(f"memory comes from where it is touched first, not always from NUMA node {node}: {reason}")
 
 
 def communication(environ: Mapping[str, str]) -> int:
     """How many cores of each rank don't compute."""
-    name = next((name for name in (COMMUNICATION_CORES, "CCL_WORKER_COUNT") if environ.get(name)), None)
-    return ranks.number(environ, name) if name else 0
+    return ranks.first_number(environ, COMMUNICATION_CORES, "CCL_WORKER_COUNT") or 0
 
 
 def _set_threads(share: cores.Share, environ: MutableMapping[str, str]) -> list[str]:

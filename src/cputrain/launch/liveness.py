@@ -55,7 +55,6 @@ class Links:
             self._connect(own, dict.fromkeys([endpoint, *addresses]), int(port), start)
 
     def look(self) -> None:
-        """To be called again and again."""
         while not self._arrived.empty():
             self._add(*self._arrived.get())
         for number, link in list(self._links.items()):
@@ -122,8 +121,6 @@ def keep_all_alive() -> None:
                 if copy.family in (socket.AF_INET, socket.AF_INET6) and copy.type == socket.SOCK_STREAM:
                     keep_alive(copy)
 
-
-# --- What agents say in the store --------------------------------------------------------------------------------
 
 _STATE_SECONDS = 5.0
 # An agent that ends its ranks, or is stopped for a minute, is late and not gone.
@@ -250,8 +247,7 @@ def watched(machines: list[str], mark: str) -> list[Session]:
     sessions = [Session(name, words) for name in machines]
     for one in sessions:
         one.start(answers=True)
-    problems = [one.ending(one.process.wait()) for one in sessions if _answer(one) != _READY]
-    if problems:
+    if problems := [one.ending(one.process.wait()) for one in sessions if _answer(one) != _READY]:
         ssh.end(sessions)
         raise ValueError("; ".join(problems) + ".")
     return sessions

@@ -20,16 +20,11 @@ from cputrain.launch import liveness, output, processes, ssh
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.ssh import Session
 
-_KINDS = (
-    ("Intel", r"Intel\(R\) MPI Library.*?Version ([\d.]+)"),
-    ("Open MPI", r"\((?:Open MPI|OpenRTE)\) (\S+)"),
-    ("MPICH", r"HYDRA build details:\s*Version:\s*(\S+)"),
-)
-# Of mpirun's own ssh, by the variable that its launcher reads.
-_SSH_ARGUMENTS = {
-    "Intel": "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS",
-    "Open MPI": "OMPI_MCA_plm_rsh_args",
-    "MPICH": "HYDRA_LAUNCHER_EXTRA_ARGS",
+# What --version says, and the variable by which mpirun's launcher reads the arguments of its own ssh.
+_KINDS = {
+    "Intel": (r"Intel\(R\) MPI Library.*?Version ([\d.]+)", "I_MPI_HYDRA_BOOTSTRAP_EXEC_EXTRA_ARGS"),
+    "Open MPI": (r"\((?:Open MPI|OpenRTE)\) (\S+)", "OMPI_MCA_plm_rsh_args"),
+    "MPICH": (r"HYDRA build details:\s*Version:\s*(\S+)", "HYDRA_LAUNCHER_EXTRA_ARGS"),
 }
 # For what was printed last to be read.
 _GRACE_SECONDS = 1.0
@@ -57,7 +52,7 @@ class Mpi:
 
     def environment_for(self, ssh_arguments: str, inherited: Mapping[str, str]) -> dict[str, str]:
         """How its own ssh is called, and for Intel's, which pip installs without such a script, where it is."""
-        added = {_SSH_ARGUMENTS[self.kind]: ssh_arguments}
+        added = {_KINDS[self.kind][1]: ssh_arguments}
         if self.kind != "Intel":
             return added
         added["I_MPI_PIN"] = "0"
@@ -83,12 +78,9 @@ class Mpi:
 def find(environ: Mapping[str, str], asked: str | None = None) -> Mpi | None:
     """The one asked for, else I_MPI_ROOT's, else the one beside this Python (from pip), else the PATH's."""
     beside = [f"{folder}/bin/mpirun" for folder in (environ.get("I_MPI_ROOT"), sys.prefix) if folder]
-    path = environ.get("PATH")
-    names = [asked] if asked else [*beside, "mpirun", "mpiexec"]
-    for name in names:
-        found = shutil.which(name, path=path)
-        mpi = identify(found) if found else None
-        if mpi:
+    for name in [asked] if asked else [*beside, "mpirun", "mpiexec"]:
+        found = shutil.which(name, path=environ.get("PATH"))
+        if found and (mpi := identify(found)):
             return mpi
     if asked:
         raise ValueError(f"--mpirun {asked} is not an mpirun of Intel MPI, MPICH or Open MPI.")
@@ -96,7 +88,7 @@ def find(environ: Mapping[str, str], asked: str | None = None) -> Mpi | None:
 
 
 def identify(program: str) -> Mpi | None:
-    """By what it says of itself."""
+    """The kind and the version that an mpirun says it has."""
     folder = Path(program).absolute().parent
     # Intel's mpirun is a script that calls whichever mpiexec.hydra stands first on the PATH, perhaps MPICH's.
     environ = {**os.environ, "I_MPI_ROOT": str(folder.parent), "PATH": f"{folder}:{os.environ.get('PATH', '')}"}
@@ -105,9 +97,8 @@ def identify(program: str) -> Mpi | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     hydra = folder / "mpiexec.hydra"
-    for kind, pattern in _KINDS:
-        found = re.search(pattern, answer.stdout, re.DOTALL)
-        if found:
+    for kind, (pattern, _) in _KINDS.items():
+        if found := re.search(pattern, answer.stdout, re.DOTALL):
             exact = str(hydra) if kind == "Intel" and hydra.exists() else program
             return Mpi(kind, found[1].rstrip("."), exact)
     return None
@@ -133,9 +124,6 @@ def command(
     # Intel's -f ignores the numbers behind the hosts.
     hosts = ["-bootstrap", "ssh", "-machinefile", hostfile] if mpi.kind == "Intel" else ["-f", hostfile]
     return mpi.words([] if is_alone else hosts, size, ["-wdir", folder], sorted(names), program)
-
-
-# --- Running it --------------------------------------------------------------------------------------------------
 
 
 def run(mpi: Mpi, machines: list[Machine], environment: Mapping[str, str], folder: str, program: list[str]) -> int:
@@ -172,10 +160,7 @@ def _supervised(words: list[str], environ: dict[str, str], sessions: list[Sessio
             start_new_session=True,
         )
         assert process.stdout and process.stderr
-        readers = [
-            output.pass_on(process.stdout, sys.stdout.buffer),
-            output.pass_on(process.stderr, sys.stderr.buffer),
-        ]
+        readers = [output.pass_on(process.stdout, sys.stdout.buffer), output.pass_on(process.stderr, sys.stderr.buffer)]
         try:
             with liveness.beating(sessions):
                 return _wait(process, sessions)

@@ -63,16 +63,13 @@ class Order:
 
     @property
     def meeting_words(self) -> str:
-        """How the machines meet, for people."""
+        """How the machines meet, in words."""
         often = f"; all ranks start anew up to {self.max_restarts} times" if self.max_restarts else ""
         if self.most_machines == 1:
             return f"on this machine alone{often}"
         number = str(self.machines) if self.is_fixed else f"{self.machines} to {self.most_machines}"
         settings = "".join(f", {name}={value}" for name, value in self.meeting.items())
         return f"{number} machines, {self.backend} at {self.endpoint}{settings}{often}"
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self))
 
 
 def run(order: Order) -> int:
@@ -146,12 +143,11 @@ def _logs(printed: output.Output) -> Any:
 
     class Pipes(LogsSpecs):
         def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
-            out, err = output.standard_streams()
             rank_of = {local: int(environ["RANK"]) for local, environ in envs.items()}
             return LogsDest(
-                stdouts={local: printed.pipe(rank, out) for local, rank in rank_of.items()},
-                stderrs={local: printed.pipe(rank, err) for local, rank in rank_of.items()},
-                error_files={local: os.devnull for local in envs},
+                stdouts={local: printed.pipe(rank, sys.stdout.buffer) for local, rank in rank_of.items()},
+                stderrs={local: printed.pipe(rank, sys.stderr.buffer) for local, rank in rank_of.items()},
+                error_files=dict.fromkeys(envs, os.devnull),
             )
 
         @property
@@ -161,15 +157,12 @@ def _logs(printed: output.Output) -> Any:
     return Pipes()
 
 
-# --- Several machines, by ssh ------------------------------------------------------------------------------------
-
-
 def run_on(machines: list[Machine], order: Order) -> int:
     """Starts all machines, waits, and ends all as soon as one fails."""
-    sessions = [
-        Session(machine.name, replace(order, processes=machine.processes, machines=len(machines), machine=n).to_json())
-        for n, machine in enumerate(machines)
-    ]
+    sessions = []
+    for number, machine in enumerate(machines):
+        its_order = replace(order, processes=machine.processes, machines=len(machines), machine=number)
+        sessions.append(Session(machine.name, json.dumps(asdict(its_order))))
     processes.adopt_orphans()
     with processes.sigterm_interrupts():
         try:
@@ -184,32 +177,24 @@ def run_on(machines: list[Machine], order: Order) -> int:
 
 
 def _wait(sessions: list[Session]) -> int:
+    def codes() -> list[int | None]:
+        return [session.process.poll() for session in sessions]
+
     while True:
-        codes = [session.process.poll() for session in sessions]
-        for session, code in zip(sessions, codes, strict=True):
+        found = codes()
+        for session, code in zip(sessions, found, strict=True):
             if code and code != output.LOST:
                 print(f"cputrain: {session.ending(code)}; all machines are ended.", file=sys.stderr)
                 if session.is_lost():
-                    _let_others_end([other for other in sessions if other is not session])
+                    # The other machines end by themselves when their ranks have noticed, too, and named the rank that
+                    # is gone. Their agents give the ranks as long, and need a moment then.
+                    processes.wait_until(lambda: None not in codes(), LAST_WORDS_SECONDS + 1.0)
                 return session.exit_code(code)
-        if None not in codes:
+        if None not in found:
             for session in sessions:
                 session.read_to_end()
-            return output.exit_code(max(filter(None, codes), default=0))
+            return output.exit_code(max(filter(None, found), default=0))
         time.sleep(0.1)
-
-
-def _let_others_end(sessions: list[Session]) -> None:
-    """By themselves, when their ranks have noticed, too, and named the rank that is gone.
-
-    Their agents give the ranks as long, and need a moment then.
-    """
-    limit = time.monotonic() + LAST_WORDS_SECONDS + 1.0
-    while any(session.process.poll() is None for session in sessions) and time.monotonic() < limit:
-        time.sleep(0.1)
-
-
-# --- Started by ssh ----------------------------------------------------------------------------------------------
 
 
 def main() -> None:

@@ -60,7 +60,6 @@ class Output:
         return f"/proc/{os.getpid()}/fd/{write}"
 
     def add(self, read: int, rank: int, stream: BinaryIO) -> None:
-        """Copies what comes from a pipe."""
         os.set_blocking(read, False)
         with self._lock:
             self._selector.register(read, selectors.EVENT_READ, _Source(stream, rank))
@@ -171,9 +170,6 @@ class _Source:
         return text.removeprefix(label + b" ").removeprefix(label)
 
 
-# --- Under an mpirun ---------------------------------------------------------------------------------------------
-
-
 def label(rank: int, folder: str | None, bars: bool) -> Callable[[], bool]:
     """Labels what this process prints from now on, where the launcher doesn't: under mpirun.
 
@@ -204,7 +200,7 @@ def _copy_for(rank_process: int, rank: int, folder: str | None, bars: bool, read
         os.closerange(first + 1, last)
     take_over()
     output = Output(folder, bars)
-    for read, stream in zip(reads, standard_streams(), strict=True):
+    for read, stream in zip(reads, (sys.stdout.buffer, sys.stderr.buffer), strict=True):
         output.add(read, rank, stream)
     output.close(while_lives=rank_process)
     os._exit(exit_code(0))
@@ -241,7 +237,7 @@ _lost: list[str] = []
 
 
 class Sink(io.RawIOBase):
-    """Takes all that it is given, and never raises. `name` is for people."""
+    """Takes all that it is given, and never raises; messages call it by its `name`."""
 
     def __init__(self, descriptor: int, name: str) -> None:
         super().__init__()
@@ -318,7 +314,7 @@ def lose(what: str, is_stderr: bool = False) -> None:
 
 
 def exit_code(code: int) -> int:
-    """Of this process, if its work ended with `code`."""
+    """The exit code of this process, whose work ended with `code`."""
     return code or (LOST if _lost else 0)
 
 
@@ -340,11 +336,6 @@ def take_over() -> None:
             sink, getattr(before, "encoding", None), "backslashreplace", write_through=True
         )
         setattr(sys, name, text)
-
-
-def standard_streams() -> tuple[BinaryIO, BinaryIO]:
-    """After `take_over`."""
-    return sys.stdout.buffer, sys.stderr.buffer
 
 
 def reserve_descriptors() -> None:

@@ -62,22 +62,15 @@ def make(
     if config.num_machines > 1:
         return _one_of_several(config, task)
     machines = [Machine("localhost", config.ppn if config.ppn and size is None else config.num_processes, 0)]
-    _check_ppn(config, machines)
+    if config.ppn and config.ppn < machines[0].processes:
+        raise ValueError(
+            f"{machines[0].processes} processes with --ppn {config.ppn} need several machines: give a --hostfile."
+        )
     if config.engine == "mpi":
         return _by_mpi(config, machines, task, _needed_mpi(task, mpirun_asked), "--engine mpi")
     number = machines[0].processes
     reason = f"all {number} ranks are on this machine" if number > 1 else "one rank, on this machine"
     return _by_agent(config, task, machines[0], reason, "local" if config.engine == "auto" else config.engine)
-
-
-def _check_ppn(config: Config, machines: list[Machine]) -> None:
-    if config.ppn and config.ppn < machines[0].processes:
-        raise ValueError(
-            f"{machines[0].processes} processes with --ppn {config.ppn} need several machines: give a --hostfile."
-        )
-
-
-# --- This machine ------------------------------------------------------------------------------------------------
 
 
 def _by_agent(
@@ -96,8 +89,7 @@ def _by_agent(
     fixed = {"backend": "static", "endpoint": f"127.0.0.1:{config.main_process_port}"}
     fields = {"processes": here.processes, **(fixed if config.main_process_port else {}), **(differing or {})}
     order = _order(config, task, variables, fields)
-    words = [sys.executable, *node.rank_arguments(task.program)]
-    commands = ((here.name, words),)
+    commands = ((here.name, [sys.executable, *node.rank_arguments(task.program)]),)
     return Plan(engine, reason, (here,), commands, variables, False, order.meeting_words, lambda: node.run(order))
 
 
@@ -116,20 +108,11 @@ def _one_of_several(config: Config, task: Task) -> Plan:
     here = config.num_processes // config.num_machines
     machine = Machine("this machine", here, config.machine_rank * here)
     address = hostfile.check_name(config.main_process_ip or "")
-    return _by_agent(
-        config,
-        task,
-        machine,
-        f"machine {config.machine_rank} of {config.num_machines}; they meet at main_process_ip",
-        "torchrun",
-        (config.num_processes, config.num_processes),
-        {
-            "machines": config.num_machines,
-            "machine": config.machine_rank,
-            "backend": "static",
-            "endpoint": f"{address}:{config.main_process_port or PORT}",
-        },
-    )
+    endpoint = f"{address}:{config.main_process_port or PORT}"
+    differing = {"machines": config.num_machines, "machine": config.machine_rank, "backend": "static"}
+    reason = f"machine {config.machine_rank} of {config.num_machines}; they meet at main_process_ip"
+    sizes = (config.num_processes, config.num_processes)
+    return _by_agent(config, task, machine, reason, "torchrun", sizes, {**differing, "endpoint": endpoint})
 
 
 def _as_node(config: Config, size: int | None, task: Task, place: Node) -> Plan:
@@ -139,9 +122,6 @@ def _as_node(config: Config, size: int | None, task: Task, place: Node) -> Plan:
     sizes = (here * place.machines, here * place.most)
     differing = ranks.order_fields(place, task.inherited, config)
     return _by_agent(config, task, machine, place.reason, "torchrun", sizes, differing)
-
-
-# --- Machines of a hostfile --------------------------------------------------------------------------------------
 
 
 def _on_hosts(config: Config, size: int | None, task: Task, mpirun_asked: str | None) -> Plan:
@@ -154,13 +134,12 @@ def _on_hosts(config: Config, size: int | None, task: Task, mpirun_asked: str | 
         if len(machines) > 1 or not ssh.is_here(machines[0].name):
             raise ValueError("--engine local starts ranks on this machine only: leave it out, or the --hostfile.")
         return _by_agent(config, task, machines[0], "--engine local", "local")
-    found = None if config.engine == "torchrun" else mpi.find(task.inherited, mpirun_asked)
-    if config.engine == "mpi" and found is None:
-        found = _needed_mpi(task, mpirun_asked)
+    if config.engine == "torchrun":
+        return _by_ssh(config, machines, task, "--engine torchrun")
+    found = _needed_mpi(task, mpirun_asked) if config.engine == "mpi" else mpi.find(task.inherited, mpirun_asked)
     if found:
         return _by_mpi(config, machines, task, found, f"a hostfile, and {found} was found")
-    why = "--engine torchrun" if config.engine == "torchrun" else "a hostfile, and no mpirun was found"
-    return _by_ssh(config, machines, task, why)
+    return _by_ssh(config, machines, task, "a hostfile, and no mpirun was found")
 
 
 def _needed_mpi(task: Task, asked: str | None) -> mpi.Mpi:
@@ -242,7 +221,6 @@ def token_variable(inherited: Mapping[str, str], added: Mapping[str, str]) -> di
 
 
 def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on other machines are given."""
     kept = {name: value for name, value in inherited.items() if _FORWARDED.fullmatch(name)}
     return {name: value for name, value in {**kept, **added}.items() if name not in _OF_ONE_PROCESS}
 

@@ -10,13 +10,14 @@ import atexit
 import contextlib
 import ctypes
 import importlib.util
+import itertools
 import os
 import re
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from cputrain.launch.processes import JOB
 from cputrain.launch.ranks import Place
@@ -30,18 +31,6 @@ _PMIX = "libpmix.so.2"
 _STRING, _GLOBAL = 3, 3  # PMIx's type of values, and its scope: for all ranks
 
 
-class Exchange(Protocol):
-    """How the ranks talk before torch is there."""
-
-    exit_code: int  # to be set by a rank that fails: its peers are ended, rather than left to wait
-
-    def broadcast(self, value: str) -> str:
-        """Rank 0's value, on every rank."""
-        ...
-
-    def barrier(self) -> None: ...
-
-
 def exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
     """By the process manager's own protocol, without any MPI library; else by mpi4py, if it is installed."""
     if place.by == "pmi" and environ.get("PMI_FD"):
@@ -53,8 +42,16 @@ def exchange(place: Place, environ: Mapping[str, str]) -> Exchange | None:
     return None
 
 
+def _keys() -> Iterator[str]:
+    """A name for each broadcast, the same on all ranks."""
+    return (f"cputrain-{number}" for number in itertools.count())
+
+
 class Pmi:
-    """Of Intel MPI and MPICH (Hydra), by the socket that mpirun left open for this rank."""
+    """How the ranks of Intel MPI and MPICH (Hydra) talk: by the socket that mpirun left open for this rank.
+
+    A rank that fails sets `exit_code`: its peers are ended, rather than left to wait.
+    """
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self.rank = int(environ["PMI_RANK"])
@@ -62,15 +59,15 @@ class Pmi:
         self._socket = socket.socket(fileno=os.dup(int(environ["PMI_FD"])))
         self._lines = self._socket.makefile("rb")
         self._space = self._ask("cmd=get_my_kvsname", "my_kvsname")["kvsname"]
-        self._broadcasts, self._process = 0, os.getpid()
+        self._keys, self._process = _keys(), os.getpid()
         self.exit_code = 0
         self._has_parent = JOB in environ  # which says how this rank ended (`processes.stay_behind`)
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
+        """Rank 0's value, on every rank."""
         assert _WORD.fullmatch(value) and len(value) < 900, value  # the least maximum of the known managers is 1024
-        key = f"cputrain-{self._broadcasts}"
-        self._broadcasts += 1
+        key = next(self._keys)
         if self.rank == 0:
             self._ask(f"cmd=put kvsname={self._space} key={key} value={value}", "put_result")
         self.barrier()
@@ -137,18 +134,17 @@ def pmix_library(environ: Mapping[str, str]) -> ctypes.CDLL | None:
 
 
 class Pmix:
-    """Of Open MPI: this process as a client of the server that mpirun left on its machine."""
+    """How Open MPI's ranks talk: this process is a client of the server that mpirun left on its machine."""
 
     def __init__(self, calls: ctypes.CDLL) -> None:
         self._calls, self._own = calls, _Process()
-        self._process, self._broadcasts = os.getpid(), 0
+        self._keys, self._process = _keys(), os.getpid()
         self.exit_code = 0
         self._call("Init", ctypes.byref(self._own), None, ctypes.c_size_t(0))
         atexit.register(self._finalize)
 
     def broadcast(self, value: str) -> str:
-        key = f"cputrain-{self._broadcasts}".encode()
-        self._broadcasts += 1
+        key = next(self._keys).encode()
         if self._own.rank == 0:
             said = _Value(_STRING, value.encode())
             self._call("Put", ctypes.c_uint8(_GLOBAL), key, ctypes.byref(said))
@@ -162,8 +158,7 @@ class Pmix:
         self._call("Fence", None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))
 
     def _call(self, name: str, *arguments: object) -> None:
-        status = getattr(self._calls, f"PMIx_{name}")(*arguments)
-        if status:
+        if status := getattr(self._calls, f"PMIx_{name}")(*arguments):
             raise ValueError(f"mpirun's process manager answered {status} to PMIx_{name}: set MASTER_ADDR.")
 
     def _finalize(self) -> None:
@@ -202,3 +197,6 @@ class Mpi4py:
 
     def barrier(self) -> None:
         self._world.Barrier()
+
+
+Exchange = Pmi | Pmix | Mpi4py

@@ -111,9 +111,6 @@ def _prctl(option: int, value: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
 
 
-# --- Ending others -----------------------------------------------------------------------------------------------
-
-
 def end(living: Callable[[], Iterable[int]], seconds: float = 5.0) -> None:
     """Asks processes to end, then kills those that are left. What ends may leave others: hence several rounds."""
     for ask in (signal.SIGTERM, signal.SIGKILL):
@@ -128,8 +125,15 @@ def end(living: Callable[[], Iterable[int]], seconds: float = 5.0) -> None:
             time.sleep(0.05)
 
 
+def wait_until(done: Callable[[], bool], seconds: float) -> None:
+    """Returns when it is done, or the time is over."""
+    limit = time.monotonic() + seconds
+    while not done() and time.monotonic() < limit:
+        time.sleep(0.1)
+
+
 def end_descendants() -> None:
-    """Also orphans, which are our children once `adopt_orphans` was called."""
+    """Ends them, also orphans, which are our children once `adopt_orphans` was called."""
     end(_descendants)
 
 
@@ -148,7 +152,7 @@ def _descendants() -> list[int]:
 
 
 def send(pid: int, number: int) -> None:
-    """Unless it is gone, or its number has become another process's."""
+    """Signals a process, unless it is gone, or its number has become another's."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.kill(pid, number)
 
@@ -168,7 +172,7 @@ def _interrupt(number: int, frame: object) -> None:
 
 
 def interrupted_code(interrupt: KeyboardInterrupt) -> int:
-    """Of a process that Ctrl-C or SIGTERM ended."""
+    """The exit code of a process that Ctrl-C or SIGTERM ended."""
     return 128 + (signal.SIGTERM if interrupt.args else signal.SIGINT)
 
 
@@ -177,11 +181,8 @@ def exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
-# --- Which rank failed first -------------------------------------------------------------------------------------
-
-
 class Failure(NamedTuple):
-    """Why the training is over for everybody, in words, and with which exit code."""
+    """Why the training is over on all ranks, in words, and with which exit code."""
 
     sentence: str
     code: int
@@ -201,8 +202,7 @@ def first_failure(codes: Mapping[int, int | None], blames: Mapping[int, Blame]) 
     """At least one rank has failed: one that names no other rank as the cause, or the one that the others name."""
     host = socket.gethostname()
     failed = {rank: code for rank, code in codes.items() if code}
-    by_themselves = [rank for rank in failed if rank not in blames]
-    if by_themselves:
+    if by_themselves := [rank for rank in failed if rank not in blames]:
         rank = by_themselves[0]
         return Failure(f"rank {rank} on {host} {_ending(failed[rank])}", exit_code(failed[rank]) or 1)
     culprit = Counter(blames[rank].culprit for rank in failed).most_common(1)[0][0]

@@ -13,7 +13,7 @@ from cputrain.log import logger
 
 @dataclass(frozen=True)
 class Place:
-    """One process among several. `by` is who numbered it: environment, openmpi, pmi or slurm."""
+    """One process among several. `by` is what numbered it: environment, openmpi, pmi or slurm."""
 
     rank: int
     size: int
@@ -74,11 +74,8 @@ _NUMBERINGS = (
 
 def find(environ: Mapping[str, str]) -> Place | Node | None:
     """The rank or the node that the environment speaks of, first match; None if no launcher started this process."""
-    for names in _NUMBERINGS:
-        place = _place(names, environ)
-        if place is not None:
-            return place
-    return _node(environ)
+    places = (_place(names, environ) for names in _NUMBERINGS)
+    return next(filter(None, places), None) or _node(environ)
 
 
 def _place(names: _Numbering, environ: Mapping[str, str]) -> Place | None:
@@ -104,12 +101,10 @@ def _place(names: _Numbering, environ: Mapping[str, str]) -> Place | None:
 
 
 def _local_size(names: _Numbering, environ: Mapping[str, str]) -> int | None:
-    for name in names.local_size:
-        if environ.get(name):
-            return number(environ, name)
-    if environ.get("SLURM_STEP_TASKS_PER_NODE") and names.by in ("slurm", "pmi"):
+    told = first_number(environ, *names.local_size)
+    if told is None and names.by in ("slurm", "pmi") and environ.get("SLURM_STEP_TASKS_PER_NODE"):
         return _tasks_here(environ)
-    return None
+    return told
 
 
 def _tasks_here(environ: Mapping[str, str]) -> int | None:
@@ -117,7 +112,7 @@ def _tasks_here(environ: Mapping[str, str]) -> int | None:
     counts: list[int] = []
     for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", environ["SLURM_STEP_TASKS_PER_NODE"]):
         counts += [int(count)] * int(times or 1)
-    node = number(environ, "SLURM_NODEID") if environ.get("SLURM_NODEID") else 0
+    node = first_number(environ, "SLURM_NODEID") or 0
     return counts[node] if node < len(counts) else None
 
 
@@ -127,6 +122,11 @@ def number(environ: Mapping[str, str], name: str) -> int:
     if not re.fullmatch(r"\d{1,9}", text.strip()):
         raise ValueError(f"{name} must be a whole number, found {text!r}.")
     return int(text)
+
+
+def first_number(environ: Mapping[str, str], *names: str) -> int | None:
+    """The value of the first of these variables that is set."""
+    return next((number(environ, name) for name in names if environ.get(name)), None)
 
 
 # --- Kubeflow: its operators set torchrun's own variables, PET_* -------------------------------------------------
@@ -153,7 +153,7 @@ def _node(environ: Mapping[str, str]) -> Node | None:
         )
     here = _processes_here(environ)
     machines, most = _machines(environ, here)
-    rank = next((number(environ, name) for name in ("PET_NODE_RANK", "RANK") if environ.get(name)), None)
+    rank = first_number(environ, "PET_NODE_RANK", "RANK")
     if most == 1:
         rank = 0
     if rank is not None and rank >= most:
@@ -220,8 +220,7 @@ def processes_here(place: Node, ppn: int | None, size: int | None) -> int:
 
 def order_fields(place: Node, told: Mapping[str, str], config: Config) -> dict[str, Any]:
     """How this machine meets the others, and how often ranks start anew: fields of a `node.Order`."""
-    unread = sorted(name for name in told if name.startswith("PET_") and name not in _READ)
-    if unread:
+    if unread := sorted(name for name in told if name.startswith("PET_") and name not in _READ):
         logger.warning(f"{', '.join(unread)}: without effect, cputrain launch doesn't know of it")
     word = told.get("PET_NPROC_PER_NODE") or "1"
     if not word.isdecimal():
@@ -246,7 +245,9 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
     port = told.get("MASTER_PORT") or told.get("PET_MASTER_PORT") or config.main_process_port or PORT
     if not endpoint and not address:
         raise ValueError(f"it is not said where {place.most} machines meet ({place.reason}): set PET_MASTER_ADDR.")
-    where = _with_port(endpoint) if endpoint else f"{address}:{port}"
+    if endpoint and not endpoint.rpartition(":")[2].isdecimal():
+        endpoint = f"{endpoint}:{_RENDEZVOUS_PORT}"
+    where = endpoint or f"{address}:{port}"
     if backend != "static":
         return {"backend": backend, "endpoint": where, "run_id": told.get("PET_RDZV_ID") or "none"}
     if place.machines != place.most:
@@ -259,10 +260,6 @@ def _meeting(place: Node, told: Mapping[str, str], config: Config) -> dict[str, 
             f"it is not said which of {place.machines} machines this is ({place.reason}): set PET_NODE_RANK."
         )
     return {"backend": "static", "endpoint": where, "machine": place.rank}
-
-
-def _with_port(endpoint: str) -> str:
-    return endpoint if endpoint.rpartition(":")[2].isdecimal() else f"{endpoint}:{_RENDEZVOUS_PORT}"
 
 
 def _settings(text: str) -> dict[str, str]:

@@ -13,7 +13,7 @@ from cputrain import authentication
 from cputrain.launch import pmi
 from cputrain.launch.config import PORT
 from cputrain.launch.pmi import Exchange
-from cputrain.launch.ranks import Place, number
+from cputrain.launch.ranks import Place, first_number
 
 LOCAL = "127.0.0.1"
 _SECONDS = 5.0
@@ -30,7 +30,7 @@ class Meeting(NamedTuple):
 def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | None]:
     """The meeting place, and the connection to MPI, if it had to be asked."""
     address, reason = _told_address(place, environ)
-    port = next((number(environ, name) for name in ("MASTER_PORT", "PET_MASTER_PORT") if environ.get(name)), None)
+    port = first_number(environ, "MASTER_PORT", "PET_MASTER_PORT")
     if address and port:
         return Meeting(address, port, reason), None
     if place.by == "slurm" or environ.get("SLURM_JOB_ID"):
@@ -41,7 +41,7 @@ def meet(place: Place, environ: Mapping[str, str]) -> tuple[Meeting, Exchange | 
     exchange = None if address and place.by == "openmpi" else pmi.exchange(place, environ)
     if exchange is None:
         if not address:
-            raise ValueError(_nobody_knows(place))
+            raise ValueError(_unknown_address(place))
         return Meeting(address, port or _openmpi_port(environ), reason), None
     if address:
         said, token = exchange.broadcast(f"{port or _free_port()},{authentication.new_token()}").split(",")
@@ -61,7 +61,7 @@ def _told_address(place: Place, environ: Mapping[str, str]) -> tuple[str | None,
     return None, ""
 
 
-def _nobody_knows(place: Place) -> str:
+def _unknown_address(place: Place) -> str:
     said = {
         "environment": "RANK, WORLD_SIZE and LOCAL_RANK are set, but not MASTER_ADDR: set it to rank 0's address.",
         "openmpi": "Open MPI has no libpmix to ask where rank 0 is: give mpirun -x MASTER_ADDR=…, or install mpi4py.",
@@ -100,7 +100,7 @@ def _greeting_key(token: str) -> bytes:
 
 
 class _Greeter:
-    """Listens at a port until everybody has tried to reach it; then the port is free for torch's store.
+    """Listens at a port until all ranks have tried to reach it; then the port is free for torch's store.
 
     At all addresses: which one the others reach is the question.
     """
@@ -190,12 +190,9 @@ def is_loopback(host: str) -> bool:
 
 def server_at(address: str, port: int) -> socket.socket:
     """A listening socket; the address "" is all of this machine's, of IPv4 and IPv6."""
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        return socket.create_server((address, port), family=family, backlog=1024)
-    both = socket.has_dualstack_ipv6()
-    family = socket.AF_INET6 if both else socket.AF_INET
-    return socket.create_server(("", port), family=family, dualstack_ipv6=both, backlog=1024)
+    both = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both or ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, dualstack_ipv6=both, backlog=1024)
 
 
 def address_towards(host: str) -> str | None:
@@ -218,9 +215,6 @@ def interface_towards(host: str) -> str | None:
         return None
     names = psutil.net_if_addrs().items()
     return next((name for name, entries in names if any(entry.address == own for entry in entries)), None)
-
-
-# --- Slurm -------------------------------------------------------------------------------------------------------
 
 
 def first_host(hosts: str) -> str:

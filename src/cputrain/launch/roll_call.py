@@ -29,7 +29,7 @@ _ANSWER_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Kind:
-    """Who is called, and how a user says its number and the place."""
+    """What is called, and how a user says its number and the place."""
 
     name: str
     number: str
@@ -57,7 +57,7 @@ class Card:
 
     @staticmethod
     def from_line(line: bytes) -> Card | None:
-        """None if it is no card."""
+        """None if the line holds no card."""
         found = _parsed(line)
         values = [found.get(name) for name in ("machine", "machines", "host", "version")]
         fits = [type(value) for value in values] == [int, int, str, str]
@@ -65,7 +65,7 @@ class Card:
 
 
 def hold(endpoint: str, machine: int, machines: int, environ: Mapping[str, str], kind: Kind = MACHINES) -> None:
-    """Returns when all are there; a ValueError says who did not come, or what doesn't fit."""
+    """Returns when all are there; a ValueError says which did not come, or what doesn't fit."""
     patience = _Patience(endpoint, _seconds(environ), kind)
     card = Card(machine, machines, socket.gethostname())
     key = authentication.key_for(f"roll call of {kind.name}s", environ)
@@ -77,7 +77,7 @@ def hold(endpoint: str, machine: int, machines: int, environ: Mapping[str, str],
 
 
 def check_version(launching: object) -> None:
-    """Of the machine that launches this one."""
+    """Raises if the machine that launches this one has another version."""
     if launching != __version__:
         raise ValueError(
             f"{socket.gethostname()} has cputrain {__version__}, the machine that launches has {launching}: "
@@ -101,7 +101,6 @@ class _Patience:
         self._next = _FIRST_WORD
 
     def check(self, missing: str, why: str = "", grace: float = 0.0) -> None:
-        """Raises when the time is over."""
         passed = time.monotonic() - self._begin
         if passed > self._seconds + grace:
             raise ValueError(
@@ -273,7 +272,7 @@ def _asked(card: Card, patience: _Patience, key: bytes) -> dict[str, Any]:
     with authentication.connect(rendezvous.split(patience.endpoint), key, card.machine, _ANSWER_SECONDS) as peer:
         peer.sendall(json.dumps(asdict(card)).encode() + b"\n")
         while not authentication.readable([peer], _PAUSE):
-            patience.check(f"the other {patience.kind.name}s", grace=10)  # number 0 knows better who is missing
+            patience.check(f"the other {patience.kind.name}s", grace=10)  # number 0 knows better which are missing
         peer.settimeout(_ANSWER_SECONDS)
         line = b""
         while not line.endswith(b"\n") and len(line) < _LONGEST_ANSWER and (more := peer.recv(_LONGEST_LINE)):

@@ -65,7 +65,7 @@ def addresses(machine: str) -> list[str]:
 
 
 def meeting_address(machines: list[Machine]) -> str:
-    """Of the first machine, as the others reach it."""
+    """The first machine's address, as the others reach it."""
     first = machines[0].name
     if not is_here(first):
         return addresses(first)[0]
@@ -93,24 +93,23 @@ class Session:
         )
         self.started = True
         assert self.process.stdin and self.process.stdout and self.process.stderr
+        self._stdin = self.process.stdin
         errors = threading.Thread(target=self._copy, args=(self.process.stderr,), daemon=True)
         errors.start()
         self._readers = [errors]
         if not answers:
             self._readers.append(output.pass_on(self.process.stdout, sys.stdout.buffer))
         with contextlib.suppress(BrokenPipeError):  # ssh has ended: its code and its words say why
-            self.process.stdin.write(self._first_words.encode() + b"\n")
-            self.process.stdin.flush()
+            self._stdin.write(self._first_words.encode() + b"\n")
+            self._stdin.flush()
 
     @property
     def input(self) -> int:
-        assert self.process.stdin
-        return self.process.stdin.fileno()
+        return self._stdin.fileno()
 
     def close(self) -> None:
-        assert self.process.stdin
         with contextlib.suppress(BrokenPipeError):
-            self.process.stdin.close()
+            self._stdin.close()
 
     def _copy(self, stream: BinaryIO) -> None:
         """Ranks' lines begin with their number, and ours with our name; the rest is ssh's."""
@@ -127,7 +126,7 @@ class Session:
             reader.join(seconds)
 
     def exit_code(self, code: int) -> int:
-        """Of the whole launch: 2 if the machine could not be used at all."""
+        """The exit code of the whole launch: 2 if the machine could not be used at all."""
         if not self._is_unreachable(code):
             return processes.exit_code(code)
         return 1 if self.is_lost() else 2

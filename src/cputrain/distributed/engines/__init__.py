@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 import threading
 import time
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from abc import abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Protocol
@@ -15,69 +15,50 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cputrain.distributed import failures
+from cputrain.distributed.rendezvous import all_answer
+from cputrain.distributed.transport import Carrier, Tensors
 from cputrain.settings import TRANSPORT
 
 
-class Engine(ABC):
+class Engine(Carrier):
     """Moves bytes among ranks that share no memory. Tensors are contiguous and of uint8; every rank calls alike.
 
     Reductions need not be an engine's: the ranks exchange parts and reduce them with the kernels of the shared memory,
     in fp32 where 16-bit floats are summed. So every dtype works on every engine.
     """
 
-    name: str
-
-    @abstractmethod
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
-        """outputs[r] receives what rank r has for this one; any sizes."""
-
-    @abstractmethod
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
-        """Any sizes, known to all."""
-
-    @abstractmethod
-    def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None: ...
-
     def all_reduce(self, tensor: Tensor, reduction: int, timeout: float) -> bool:
         """Reduces a tensor of any dtype in place, if the engine does that well by itself; else False, at once."""
         return False
-
-    @abstractmethod
-    def send(self, tensor: Tensor, peer: int, tag: int, timeout: float) -> None: ...
-
-    @abstractmethod
-    def receive(self, tensor: Tensor, peer: int | None, tag: int, timeout: float) -> int:
-        """From one rank, or from any (None); returns who it was."""
-
-    @abstractmethod
-    def abort(self) -> None:
-        """Ends whatever waits in other threads."""
 
     @abstractmethod
     def close(self, broken: bool) -> None:
         """Lets go of connections. After a failure (`broken`) others may never answer, and nothing waits for them."""
 
 
-EVERYBODY, NOBODY = -1, -2
+ALL_RANKS, NO_RANK = -1, -2
 
 
 class Watch(Protocol):
     """Called now and then by a rank that waits."""
 
-    def __call__(self, awaited: int = EVERYBODY) -> None:
+    def __call__(self, awaited: int = ALL_RANKS) -> None:
         """Raises if a rank is known to be dead, or if one that is awaited has ended the group."""
 
 
-def all_answer(store: dist.Store, engine: str, rank: int, size: int, timeout: timedelta, said: str) -> list[str]:
+def all_can(store: dist.Store, engine: str, rank: int, size: int, timeout: timedelta, said: str) -> list[str]:
     """What each rank says of itself: an answer that begins with "!" is why it can't, and raised on all ranks."""
-    keys = [f"{engine}/{other}" for other in range(size)]
-    store.set(keys[rank], said)
-    store.wait(keys, timeout)
-    answers = [store.get(key).decode() for key in keys]
+    answers = all_answer(store, engine, rank, size, timeout, said)
     for other, answer in enumerate(answers):
         if answer.startswith("!"):
             raise ValueError(f"{TRANSPORT}={engine}, but on rank {other}: {answer[2:]}")
     return answers
+
+
+def take_apart(joined: Tensor, outputs: Tensors) -> None:
+    """Fills the outputs from a tensor in which they lie behind one another."""
+    for output, part in zip(outputs, joined.split([output.numel() for output in outputs]), strict=True):
+        output.copy_(part)
 
 
 # --- Waiting -------------------------------------------------------------------------------------------------------
@@ -90,7 +71,7 @@ def all_answer(store: dist.Store, engine: str, rank: int, size: int, timeout: ti
 # Looks at full speed: a little more than a message takes, and four times what the slowest memory takes for the bytes.
 _BEGIN, _PER_BYTE = 200e-6, 4e-9
 _SHORTEST, _LONGEST = 50e-6, 2e-3
-# How often it is looked who is still there.
+# How often a rank that waits asks which peers are still there.
 _LOOK = 0.2
 
 
@@ -122,30 +103,27 @@ class Waiter:
     pending: list[object] = field(default_factory=list)
 
     def wait(
-        self, done: Callable[[], bool], size: int, timeout: float, kept: object = None, awaited: int = EVERYBODY
+        self, done: Callable[[], bool], size: int, timeout: float, kept: object = None, awaited: int = ALL_RANKS
     ) -> None:
         """Until done() says so; `kept` lives on if the wait ends otherwise."""
+        began, pace = time.monotonic(), Pace(size)
+        next_look = began + _LOOK
         try:
-            self._wait(done, size, timeout, awaited)
+            while not done():
+                if time.monotonic() >= next_look:
+                    self._look_around(began, timeout, awaited)
+                    next_look = time.monotonic() + _LOOK
+                pace.rest()
         except BaseException:
             self.pending.append((done, kept))
             raise
-
-    def _wait(self, done: Callable[[], bool], size: int, timeout: float, awaited: int) -> None:
-        began, pace = time.monotonic(), Pace(size)
-        next_look = began + _LOOK
-        while not done():
-            if time.monotonic() >= next_look:
-                self._look_around(began, timeout, awaited)
-                next_look = time.monotonic() + _LOOK
-            pace.rest()
 
     def sleep(self, finished: threading.Event, timeout: float, kept: object = None) -> None:
         """The same for what another thread does."""
         began = time.monotonic()
         try:
             while not finished.wait(_LOOK):
-                self._look_around(began, timeout, EVERYBODY)
+                self._look_around(began, timeout, ALL_RANKS)
         except BaseException:
             self.pending.append(kept)
             raise

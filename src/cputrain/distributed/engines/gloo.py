@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 import time
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cputrain.distributed import failures
-from cputrain.distributed.engines import Engine, Watch
+from cputrain.distributed.engines import Engine, Watch, take_apart
+from cputrain.distributed.transport import Tensors
 from cputrain.distributed.work import on_communication_cpus
 
 # A wait looks around this often. gloo's own wait can't be ended from outside.
@@ -42,15 +42,14 @@ class GlooEngine(Engine):
         self._aborted = False
         self._pending: list[Any] = []
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         """gloo has no lists: parts lie behind one another."""
         sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
-        source, target = _joined(inputs), torch.empty(sum(received), dtype=torch.uint8)
+        source, target = torch.cat(list(inputs)), torch.empty(sum(received), dtype=torch.uint8)
         self._finish(self._gloo.alltoall_base(target, source, received, sent), timeout, source, target)
-        for output, part in zip(outputs, target.split(received), strict=True):
-            output.copy_(part)
+        take_apart(target, outputs)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         """gloo wants equal sizes: uneven ones are padded."""
         longest = max(output.numel() for output in outputs)
         if longest == 0:
@@ -111,7 +110,7 @@ class GlooEngine(Engine):
             if self._aborted:
                 raise failures.CollectiveError("the process group has been shut down.")
             if failed:
-                time.sleep(0.5)  # who is gone is known a moment later than that a connection is
+                time.sleep(0.5)  # which rank is gone is known a moment later than that a connection is
             self._watch()
             if failed:
                 raise failures.PeerDied(f"a connection between the machines failed: {error}") from None
@@ -146,7 +145,3 @@ class _Patient:
 
     def is_completed(self) -> bool:
         return self._done.is_set()
-
-
-def _joined(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.reshape(-1) for tensor in tensors])

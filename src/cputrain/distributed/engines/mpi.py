@@ -6,7 +6,7 @@ import ctypes
 import os
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -15,9 +15,10 @@ from torch import Tensor
 
 from cputrain import settings
 from cputrain.distributed import failures
-from cputrain.distributed.engines import EVERYBODY, NOBODY, Engine, Waiter, Watch, all_answer, compiled
+from cputrain.distributed.engines import ALL_RANKS, NO_RANK, Engine, Waiter, Watch, all_can, compiled
+from cputrain.distributed.transport import Tensors
 
-# MPI is only ever called by who holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
+# MPI is only ever called by a thread that holds this: MPI_THREAD_SERIALIZED is enough, and every MPI has it.
 _lock = threading.Lock()
 _INTEL, _MPICH, _OPEN_MPI = "libmpi.so.12", "libmpich.so.12", "libmpi.so.40"
 # MPI before version 4 counts with 32 bits.
@@ -44,7 +45,7 @@ class MpiEngine(Engine):
             group.Free()
             self._highest_tag = self._world.Get_attr(self._mpi.TAG_UB) - _FIRST_MESSAGE
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         requests: list[Any] = []
         with _lock:
             for peer in self._others():
@@ -55,7 +56,7 @@ class MpiEngine(Engine):
         moved = sum(t.numel() for t in (*outputs, *inputs))
         self._finish(requests, moved, timeout, (outputs, inputs))
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         self.all_to_all(outputs, [tensor] * self._size, timeout)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
@@ -79,7 +80,7 @@ class MpiEngine(Engine):
             found.append(message)
             return message is not None
 
-        self._waiter.wait(arrived, 0, timeout, None, NOBODY if peer is None else peer)
+        self._waiter.wait(arrived, 0, timeout, None, NO_RANK if peer is None else peer)
         sender, size = status.Get_source(), status.Get_count(self._mpi.BYTE)
         expected = min(tensor.numel(), _PIECE)
         if size != expected:
@@ -117,7 +118,7 @@ class MpiEngine(Engine):
             raise ValueError(f"tags of this MPI go from 0 to {self._highest_tag}, found {tag}.")
         return tag + _FIRST_MESSAGE
 
-    def _finish(self, requests: list[Any], size: int, timeout: float, kept: Any, awaited: int = EVERYBODY) -> None:
+    def _finish(self, requests: list[Any], size: int, timeout: float, kept: Any, awaited: int = ALL_RANKS) -> None:
         def done() -> bool:
             with _lock:
                 return self._mpi.Request.Testall(requests)
@@ -152,7 +153,7 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[
         said = f"{mpi.COMM_WORLD.rank} of {mpi.COMM_WORLD.size}"
     except ValueError as error:
         said = f"! {error}"
-    numbers = [int(answer.split()[0]) for answer in all_answer(store, "mpi", rank, size, timeout, said)]
+    numbers = [int(answer.split()[0]) for answer in all_can(store, "mpi", rank, size, timeout, said)]
     if len(set(numbers)) < size:
         library = mpi.Get_library_version().split("\n")[0].strip("\0 ")
         raise ValueError(
@@ -167,10 +168,8 @@ def _meet(store: dist.Store, rank: int, size: int, timeout: timedelta) -> tuple[
 
 def _load() -> Any:
     """The module mpi4py.MPI, with MPI initialised; ValueError says what is missing."""
-    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY):
-        path = _library()
-        if path:
-            os.environ[settings.MPI_LIBRARY] = path
+    if "mpi4py.MPI" not in sys.modules and not settings.is_set(settings.MPI_LIBRARY) and (path := _library()):
+        os.environ[settings.MPI_LIBRARY] = path
     try:
         with _lock:
             from mpi4py import MPI

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import queue
 import threading
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -14,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cputrain.distributed import failures, native_calls
-from cputrain.distributed.engines import Engine, Pace, Waiter, Watch, all_answer, oneccl_library
+from cputrain.distributed.engines import Engine, Pace, Waiter, Watch, all_can, oneccl_library, take_apart
 from cputrain.distributed.engines.gloo import GlooEngine
+from cputrain.distributed.native_calls import array_of
+from cputrain.distributed.transport import Tensors
 from cputrain.distributed.work import move_to_communication_cpus
+from cputrain.settings import ATL_TRANSPORT, value_of
 
 # oneCCL's numbers.
 _DTYPES = {
@@ -69,25 +71,22 @@ class OneCclEngine(Engine):
             self._run(tensor.nbytes, timeout, tensor, "all_reduce", tensor.data_ptr(), tensor.numel(), number, _SUM)
         return True
 
-    def all_to_all(self, outputs: Sequence[Tensor], inputs: Sequence[Tensor], timeout: float) -> None:
-        """Parts lie behind one another."""
+    def all_to_all(self, outputs: Tensors, inputs: Tensors, timeout: float) -> None:
         sent, received = [t.numel() for t in inputs], [t.numel() for t in outputs]
         source, target = torch.cat([*inputs, _END]), torch.empty(sum(received) + 1, dtype=torch.uint8)
-        counts = _sizes(sent), _sizes(received)
+        counts = array_of(ctypes.c_int64, sent), array_of(ctypes.c_int64, received)
         where = source.data_ptr(), counts[0], target.data_ptr(), counts[1], self._size
         self._run(sum(sent) + sum(received), timeout, (source, target, counts), "all_to_all", *where)
-        for output, part in zip(outputs, target[:-1].split(received), strict=True):
-            output.copy_(part)
+        take_apart(target[:-1], outputs)
 
-    def all_gather(self, outputs: Sequence[Tensor], tensor: Tensor, timeout: float) -> None:
+    def all_gather(self, outputs: Tensors, tensor: Tensor, timeout: float) -> None:
         received = [output.numel() for output in outputs]
         if not sum(received):
             return
-        target, counts = torch.empty(sum(received), dtype=torch.uint8), _sizes(received)
+        target, counts = torch.empty(sum(received), dtype=torch.uint8), array_of(ctypes.c_int64, received)
         where = tensor.data_ptr(), tensor.numel(), target.data_ptr(), counts, self._size
         self._run(sum(received), timeout, (tensor, target, counts), "all_gather", *where)
-        for output, part in zip(outputs, target.split(received), strict=True):
-            output.copy_(part)
+        take_apart(target, outputs)
 
     def broadcast(self, tensor: Tensor, root: int, timeout: float) -> None:
         if tensor.numel():
@@ -110,7 +109,7 @@ class OneCclEngine(Engine):
         """
         self._messages.close(broken)
         is_sound = not broken and not self._waiter.pending
-        seconds = None if oneccl_library.is_under_mpirun() else _GRACE
+        seconds = None if value_of(ATL_TRANSPORT) == "mpi" else _GRACE
         if is_sound and self._thread.ask(seconds, "leave", self._group).finished.is_set():
             return
         _abandoned.append(self._waiter)
@@ -128,19 +127,12 @@ _END = torch.zeros(1, dtype=torch.uint8)  # an empty tensor has no address
 _abandoned: list[Any] = []
 
 
-def _sizes(values: Sequence[int]) -> ctypes.Array[ctypes.c_int64]:
-    return (ctypes.c_int64 * len(values))(*values)
-
-
 class _Started:
     """A collective that the thread was given."""
 
     def __init__(self, size: int, name: str, arguments: tuple[Any, ...]) -> None:
         self.size, self.name, self.arguments = size, name, arguments
         self.finished, self.answer, self.error = threading.Event(), 0, ""
-
-    def finish(self) -> None:
-        self.finished.set()
 
 
 class _EngineThread:
@@ -210,9 +202,9 @@ class _EngineThread:
         item.answer = getattr(self._library, item.name)(*item.arguments) or 0
         failed = item.answer in (0, -1) if item.name not in ("join", "leave") else item.answer < 0
         if failed:
-            item.error = self._library.error().decode(errors="replace") or "no reason given"
+            item.error = self._reason()
         if failed or item.name in ("meet", "join", "leave"):
-            item.finish()
+            item.finished.set()
         else:
             self._running.append(item)
 
@@ -236,10 +228,13 @@ class _EngineThread:
     def _is_done(self, item: _Started, stretch: int) -> bool:
         answer = self._library.done(item.answer, stretch)
         if answer < 0:
-            item.error = self._library.error().decode(errors="replace") or "no reason given"
+            item.error = self._reason()
         if answer:
-            item.finish()
+            item.finished.set()
         return bool(answer)
+
+    def _reason(self) -> str:
+        return self._library.error().decode(errors="replace") or "no reason given"
 
 
 def _meet(store: dist.Store, rank: int, size: int, address: str, timeout: timedelta) -> _EngineThread:
@@ -250,6 +245,6 @@ def _meet(store: dist.Store, rank: int, size: int, address: str, timeout: timede
         thread = _EngineThread.of_this_process(address)
     except ValueError as error:
         said = f"! {error}"
-    all_answer(store, "oneccl", rank, size, timeout, said)
+    all_can(store, "oneccl", rank, size, timeout, said)
     assert thread is not None
     return thread

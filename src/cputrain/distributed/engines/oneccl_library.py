@@ -67,11 +67,6 @@ class Library:
             setattr(self, name, function)
 
 
-def is_under_mpirun() -> bool:
-    """Whether oneCCL's messages are MPI's, by what it was told or the user has set."""
-    return value_of(ATL_TRANSPORT) == "mpi"
-
-
 def _prefix() -> Path:
     """Where pip put it: beside this Python. Another one may be named as CCL_ROOT, as Intel's own installers do."""
     for prefix in map(Path, filter(None, [sys.prefix, value_of(CCL_ROOT)])):
@@ -113,7 +108,7 @@ def variables(address: str, environ: Environ | None = None) -> dict[str, str]:
 
 
 def _workers() -> dict[str, str]:
-    """A worker of oneCCL burns its core. Without a core kept for it, who waits does the work."""
+    """A worker of oneCCL burns its core. Without a core kept for it, the rank that waits does the work."""
     kept = sorted(communication_cpus())
     if not kept:
         return {OFFLOAD: "0"}
@@ -130,7 +125,5 @@ def _mpi_root(environ: Environ | None) -> Path | None:
 
 def _interface(address: str) -> str | None:
     """The name of the network interface that has this address."""
-    for name, addresses in psutil.net_if_addrs().items():
-        if any(one.address == address for one in addresses):
-            return name
-    return None
+    names = psutil.net_if_addrs().items()
+    return next((name for name, entries in names if any(one.address == address for one in entries)), None)
