@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from cputrain import native
 from cputrain.formats.base import Saved
 from cputrain.native import workspace
-from cputrain.native.operands import address, rows_and_cols
+from cputrain.native.operands import address, rows_and_cols, underlying
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ def note_normed(out_TI: Tensor, normed_TI: Tensor, weight_I: Tensor | None, bias
 
 def as_bf16(x_TI: Tensor, rounded_only: bool = False) -> tuple[Tensor, Tensor]:
     """x as bf16, and the rows that make it x again."""
-    source = _source(x_TI)
+    source = underlying(x_TI)
     noted = None if source is None else _noted.get(source)
     if noted is not None and noted.version == x_TI._version and noted.is_rounded >= rounded_only:
         values, rows = noted.tensors
@@ -55,13 +55,6 @@ def as_bf16(x_TI: Tensor, rounded_only: bool = False) -> tuple[Tensor, Tensor]:
     if source is not None:
         _note(source, saved, is_rounded=True)
     return saved
-
-
-def _source(x_TI: Tensor) -> Tensor | None:
-    """x, or the tensor that x shows all of in another shape; None if they don't lie in memory alike."""
-    source = x_TI if x_TI._base is None else x_TI._base
-    alike = x_TI.is_contiguous() and source.is_contiguous() and source.numel() == x_TI.numel()
-    return source if alike and source.dtype == x_TI.dtype and not x_TI.is_inference() else None
 
 
 def _rows_of(weight_I: Tensor | None, bias_I: Tensor | None, features: int) -> Tensor:

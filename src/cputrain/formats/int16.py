@@ -5,15 +5,20 @@ What is saved of an input is its columns as they were packed for the weight's gr
 
 from __future__ import annotations
 
+import threading
+import weakref
+
 import torch
 from torch import Tensor
 
+from cputrain import native
 from cputrain.formats import int16_matmul as matmul
 from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use
 from cputrain.formats.fp32 import FP32
 from cputrain.formats.int16_guard import Guard, Watch
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
+from cputrain.native.operands import underlying
 
 # A vocabulary's weight is packed and multiplied in parts: packed at once, it would take half its size once more, and
 # so would the gradient of its logits. On an AMD Zen 4, parts of 8,192 also save 5 – 12% of the whole's CPU time.
@@ -23,6 +28,40 @@ _PART, _FEWEST = 8192, 16384
 def _parts(out_features: int) -> list[slice]:
     width = out_features if out_features < _FEWEST else _PART
     return [slice(begin, min(begin + width, out_features)) for begin in range(0, out_features, max(width, 1))]
+
+
+class _Latest(threading.local):
+    """The input that was packed last: query, key and value, or gate and up, are products of one tensor.
+
+    It is known by the tensor itself and its version. Of its memory no more is held than that of one layer.
+    """
+
+    source: weakref.ref[Tensor] | None = None
+    known: tuple[int, torch.Size, str] | None = None  # its version, its shape, and whose instruction set the panels are
+    rows: matmul.Operand
+    columns: matmul.Operand | None = None
+
+    def packed(self, x: Tensor, want_columns: bool) -> tuple[matmul.Operand, matmul.Operand | None]:
+        source = underlying(x)
+        known = (0 if source is None else x._version, x.shape, native.kernels().isa)
+        if source is None or self.source is None or self.source() is not source or self.known != known:
+            return self._pack(x, want_columns, source, known)
+        if want_columns and self.columns is None:
+            self.columns = matmul.pack(x, columns="right")[1]
+        return self.rows, self.columns if want_columns else None
+
+    def _pack(
+        self, x: Tensor, want_columns: bool, source: Tensor | None, known: tuple[int, torch.Size, str]
+    ) -> tuple[matmul.Operand, matmul.Operand | None]:
+        rows, columns = matmul.pack(x, rows="left", columns="right" if want_columns else None)
+        assert rows is not None
+        self.source = None if source is None else weakref.ref(source)
+        if source is not None:
+            self.known, self.rows, self.columns = known, rows, columns
+        return rows, columns
+
+
+_latest = _Latest()
 
 
 class Int16(Format):
@@ -53,8 +92,7 @@ class Int16Call(Call):
         return Int16Call(Watch())
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
-        rows, columns = matmul.pack(x, rows="left", columns="right" if use.save else None)
-        assert rows is not None
+        rows, columns = _latest.packed(x, use.save)
         w_OI = weight.dense()
         y = self._product(rows, w_OI, bias, use.out)
         self.watch.look_at_rows("a forward product", x, w_OI)

@@ -68,22 +68,26 @@ def sampled_error(left: Tensor, right: Tensor) -> tuple[float, float]:
 
     Each vector is judged by its own products with all vectors of the other side: beside one with huge results, others
     would count for nothing. The size of a sum of products is its root mean square under random signs: a sum that is
-    small because its terms happen to cancel is off by as much in bf16.
+    small because its terms happen to cancel is off by as much in bf16. Where a sum is hardly more than one product,
+    bf16 is off by more than `TOLERATED`, because it rounds both factors; then its own error is the limit.
     """
     left, right = (side[side.isfinite().all(dim=1)].double() for side in (left, right))
     exact, usual = left @ right.t(), (left.square() @ right.square().t()).sqrt()
-    error = matmul.linear_forward(left.float(), right.float()) - exact
     size = torch.maximum(usual, exact.abs())
     fp32 = torch.finfo(torch.float32)
-    error = error.where((usual > fp32.tiny) & (usual < fp32.max), 0.0)  # what fp32 can't hold is no fault of int16
-    of_left = _worst(error, size, right.norm(dim=1))
-    of_right = _worst(error.t(), size.t(), left.norm(dim=1))
-    return max(of_left, of_right), TOLERATED
+    counts = (usual > fp32.tiny) & (usual < fp32.max)  # what fp32 can't hold is no fault of int16
+    int16 = (matmul.linear_forward(left.float(), right.float()) - exact).where(counts, 0.0)
+    bf16 = (left.bfloat16().double() @ right.bfloat16().double().t() - exact).where(counts, 0.0)
+    of_left = _worst(int16, bf16, size, right.norm(dim=1))
+    of_right = _worst(int16.t(), bf16.t(), size.t(), left.norm(dim=1))
+    return max(of_left, of_right, key=lambda found: found[0] / found[1])
 
 
-def _worst(error: Tensor, size: Tensor, norms: Tensor) -> float:
+def _worst(int16: Tensor, bf16: Tensor, size: Tensor, norms: Tensor) -> tuple[float, float]:
     """Of the rows; all columns count alike, whatever the norms of the vectors that they belong to."""
-    if not error.numel():
-        return 0.0
-    found, whole = ((x / norms).nan_to_num(0.0).norm(dim=1) for x in (error, size))
-    return (found / whole).nan_to_num(0.0).max().item()
+    if not size.numel():
+        return 0.0, TOLERATED
+    ours, theirs, whole = ((x / norms).nan_to_num(0.0).norm(dim=1) for x in (int16, bf16, size))
+    errors, limits = (ours / whole).nan_to_num(0.0), (theirs / whole).nan_to_num(0.0).clamp_min(TOLERATED)
+    worst = (errors / limits).argmax()
+    return errors[worst].item(), limits[worst].item()

@@ -44,6 +44,16 @@ def contiguous(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
     return tuple(None if tensor is None else tensor.contiguous() for tensor in tensors)
 
 
+def underlying(x: Tensor) -> Tensor | None:
+    """x, or the tensor that x shows all of in another shape; None if they lie in memory otherwise, or have no version.
+
+    What was computed from a tensor is found again by it and its version.
+    """
+    source = x if x._base is None else x._base
+    alike = x.is_contiguous() and source.is_contiguous() and source.numel() == x.numel()
+    return source if alike and source.dtype == x.dtype and not x.is_inference() else None
+
+
 def is_bf16(tensor: Tensor) -> int:
     """The flag by which kernels are told how something was saved."""
     return int(tensor.dtype == torch.bfloat16)

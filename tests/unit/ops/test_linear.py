@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import linear as plain
 
-from cputrain.formats import FORMATS, int16
+from cputrain.formats import FORMATS, int16, int16_matmul
 from cputrain.ops.linear import linear
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -90,3 +90,28 @@ def test_backward_inside_autocast_is_not_touched_by_it(kind):
 
     for with_autocast, without in zip(gradients(True), gradients(False), strict=True):
         assert torch.equal(with_autocast, without)
+
+
+def test_an_input_is_packed_once_for_several_products(monkeypatch):
+    """Query, key and value, frozen or not, in any order; until it changes, and only in the shape that was packed."""
+    packed = []
+    pack = int16_matmul.pack
+    monkeypatch.setattr(int16_matmul, "pack", lambda x, **sides: (packed.append(sides), pack(x, **sides))[1])
+    x = torch.randn(64, 96)
+    weights = [torch.randn(96, 96, requires_grad=i > 0) for i in range(3)]
+
+    def run():
+        packed.clear()
+        results = [linear(x.view(64, 96), w, None, FORMATS["int16"]()) for w in weights]
+        grads = torch.autograd.grad(results[1].sum() + results[2].sum(), weights[1:])
+        return [*(y.detach() for y in results), *grads]
+
+    first = run()
+    assert [set(sides) for sides in packed] == [{"rows", "columns"}, {"columns"}]
+    x += 1
+    second = run()
+    assert len(packed) == 2 and not torch.equal(first[0], second[0])
+    alone = [linear(x.clone(), w, None, FORMATS["int16"]()).detach() for w in weights]
+    assert all(torch.equal(a, b) for a, b in zip(second, alone, strict=False))
+    wide = linear(x.view(32, 192), torch.randn(8, 192), None, FORMATS["int16"]())
+    assert wide.shape == (32, 8)
