@@ -170,12 +170,11 @@ def test_copies_know_and_pickles_forget():
 
 def test_a_product_of_two_numbers_may_be_as_far_off_as_bf16s():
     """A gradient that one token alone has, of a token whose hidden states are small: bf16 rounds both factors."""
-    left, right = torch.full((1, 512), 2e-8), torch.randn(24, 512)
+    left, right = torch.zeros(1, 512), torch.randn(24, 512)
     between = 1 + 2.0**-8 * 0.99  # nearly as far from bf16's numbers as can be
-    left[0, 7], right[:, 7] = 2.0**-10 * between, 2.0**-8 * between
+    left[0, 7], right[:, 7] = 2.0**-10 * between, 2.0**-3 * between
     error, limit = sampled_error(left, right)
     assert error < limit and limit > 3 * int16_sample.TOLERATED
-    right[:, 7] = 0
-    left[0, 7] = 1e3
+    left[0, 8:], right[:, 7] = 1e-9, 0.0
     error, limit = sampled_error(left, right)
     assert error > limit
