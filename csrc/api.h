@@ -46,6 +46,14 @@ CPUTRAIN_EXPORT void KERNEL(activation_backward)(const float* grad, const void* 
                                                  float* grad_bias, int64_t rows, int64_t cols,
                                                  int64_t kind, Scratch* scratch);
 
+// out = activation(gate) · up, `count` elements of each. out may be one of the two.
+CPUTRAIN_EXPORT void KERNEL(gated)(const float* gate, const float* up, float* out, int64_t count,
+                                   int64_t kind);
+// The gradients of both, and out again in `value` (or null). grad_gate may be grad.
+CPUTRAIN_EXPORT void KERNEL(gated_backward)(const float* grad, const float* gate, const float* up,
+                                            float* grad_gate, float* grad_up, float* value,
+                                            int64_t count, int64_t kind);
+
 // bf16 of x + bias; bias or null.
 CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, void* out,
                                            int64_t rows, int64_t cols);
@@ -77,6 +85,15 @@ CPUTRAIN_EXPORT void KERNEL(norm_backward)(const float* grad_out, const void* z,
                                            float* grad_z, float* grad_y, float* grad_weight,
                                            float* grad_beta, float* grad_bias, int64_t rows,
                                            int64_t cols, float p, uint64_t key, Scratch* scratch);
+
+// out = x · rstd · (offset + weight), rstd = 1 / √(mean of x² + eps) of each row; weight or null.
+CPUTRAIN_EXPORT void KERNEL(rms_norm)(const float* x, const float* weight, float offset, float* out,
+                                      float* rstd, int64_t rows, int64_t cols, float eps);
+// grad_x may be grad. weight and grad_weight or null, both.
+CPUTRAIN_EXPORT void KERNEL(rms_norm_backward)(const float* grad, const float* x, const float* rstd,
+                                               const float* weight, float offset, float* grad_x,
+                                               float* grad_weight, int64_t rows, int64_t cols,
+                                               Scratch* scratch);
 
 // Where in `ids` the first one outside 0 … limit - 1 is, or -1.
 CPUTRAIN_EXPORT void KERNEL(find_outside)(const int64_t* ids, int64_t count, int64_t limit,

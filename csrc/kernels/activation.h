@@ -85,7 +85,7 @@ ForwardRow forward_of(bool bias, bool keep) {
 }
 
 // The numbers are those of KINDS in ops/activation.py.
-ForwardRow forward_of(int64_t kind, bool bias, bool keep) {
+inline ForwardRow forward_of(int64_t kind, bool bias, bool keep) {
   switch (kind) {
     case 0:
       return forward_of<Identity>(bias, keep);

@@ -70,6 +70,28 @@ void activation(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
+void gated(Random& random, int64_t rows, int64_t cols) {
+  const int64_t kind = random.below(5), n = rows * cols;
+  const bool wants_value = random.coin();
+  describe("gated", n, kind, wants_value);
+  Floats gate(random, n), up(random, n), grad(random, n);
+  on_every_isa(1e-5, [&](Same& same) {
+    Floats out(n), grad_gate(n), grad_up(n), value(n);
+    grad_gate.copy(grad);
+    CALL(gated, gate, up, out, n, kind);
+    CALL(gated_backward, grad_gate, gate, up, grad_gate, grad_up, value.if_wanted(wants_value), n,
+         kind);
+    for (int64_t i = 0; i < n; i++) {
+      const double a = activated(gate[i], kind);
+      expect(near(out[i], a * up[i], 2e-5), "gated");
+      expect(near(grad_gate[i], grad[i] * up[i] * slope(gate[i], kind), 1e-4), "gate's gradient");
+      expect(near(grad_up[i], grad[i] * a, 2e-5), "gradient of what is gated");
+      if (wants_value) expect(near(value[i], a * up[i], 2e-5), "gated, again");
+    }
+    same.check(out), same.check(grad_gate), same.check(grad_up);
+  });
+}
+
 void bf16(Random& random, int64_t rows, int64_t cols) {
   const bool has_bias = random.coin();
   const int64_t n = rows * cols;
@@ -160,6 +182,44 @@ void norm(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
+void rms_norm(Random& random, int64_t rows, int64_t cols) {
+  const bool has_weight = random.coin();
+  const float offset = random.pick({0.f, 1.f});
+  const int64_t n = rows * cols;
+  describe("rms_norm", rows, cols, has_weight, offset);
+  Floats x(random, n), weight(random, cols), grad(random, n);
+  float* const w = weight.if_wanted(has_weight);
+  on_every_isa(1e-3, [&](Same& same) {
+    Floats out(n), rstd(rows), grad_x(n), grad_weight(cols);
+    grad_x.copy(grad);
+    CALL(rms_norm, x, w, offset, out, rstd, rows, cols, 1e-5f);
+    with_scratch([&](Scratch* scratch) {
+      Floats again(n);
+      again.copy(grad);
+      CALL(rms_norm_backward, again, x, rstd, w, offset, again, grad_weight.if_wanted(has_weight),
+           rows, cols, scratch);
+      grad_x.copy(again);
+    });
+    Doubles for_weight(cols);
+    for (int64_t r = 0; r < rows; r++) {
+      const auto factor = [&](int64_t c) { return w ? (double)w[c] + offset : 1.; };
+      const auto at = [&](int64_t c) { return r * cols + c; };
+      double squares = 0, along = 0;
+      for (int64_t c = 0; c < cols; c++) squares += std::pow(x[at(c)], 2) / cols;
+      const double scale = 1 / std::sqrt(squares + 1e-5);
+      for (int64_t c = 0; c < cols; c++) along += grad[at(c)] * factor(c) * x[at(c)] * scale / cols;
+      for (int64_t c = 0; c < cols; c++) {
+        expect(near(out[at(c)], x[at(c)] * scale * factor(c), 1e-4), "RMSNorm");
+        const double expected = scale * (grad[at(c)] * factor(c) - x[at(c)] * scale * along);
+        expect(near(grad_x[at(c)], expected, 1e-4, 10 * scale), "gradient of RMSNorm");
+        for_weight[c] += grad[at(c)] * x[at(c)] * scale;
+      }
+    }
+    if (w) expect_near(grad_weight, for_weight, 1e-4, 10 * (rows + 1), "gradient of its weight");
+    same.check(out);
+  });
+}
+
 // One row's loss, and its gradient in the place of z.
 double loss_in_double(Doubles& z, int64_t label, float before, float after, bool tanh,
                       double smoothing) {
@@ -218,5 +278,6 @@ void check_rows(Random& random) {
     const int64_t cols = random.size(600), rows = random.size(cols > 100 ? 40 : 200);
     kernel(random, rows, cols);
   };
-  sizes(dropout), sizes(activation), sizes(bf16), sizes(norm), sizes(cross_entropy);
+  sizes(dropout), sizes(activation), sizes(gated), sizes(bf16), sizes(norm), sizes(rms_norm),
+      sizes(cross_entropy);
 }

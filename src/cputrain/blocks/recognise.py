@@ -12,11 +12,13 @@ from cputrain.blocks import (
     config_view,
     embedding,
     encoder,
+    gated_mlp,
     head,
     leaves,
     mlp,
     own_attention,
     residual,
+    rms_norm,
     self_attention,
     stack,
 )
@@ -27,7 +29,7 @@ from cputrain.patching.probe import remembering
 
 # In this order, on each module from the outside in: a piece that is part of a larger one is still taken over, because
 # the larger one falls back to it when something inside is touched.
-_PIECES = (embedding, self_attention, own_attention, mlp, residual)
+_PIECES = (embedding, self_attention, own_attention, mlp, gated_mlp, rms_norm, residual)
 
 
 def take_over_pieces(model: nn.Module, patches: Patches) -> None:

@@ -46,6 +46,8 @@ SIGNATURES = {
     "ccl_reduce": "iippiiip",
     "cross_entropy": "pippp" + "ii" + "ffif",
     "dropout": "ppiifk",
+    "gated": "pppii",
+    "gated_backward": "ppppppii",
     "int16_packed_bytes": "iiip",
     "int16_pack": "piiii" + "pipi" + "ps",
     "int16_pack_activated": "ppi" + "iii" + "p",
@@ -57,6 +59,8 @@ SIGNATURES = {
     "find_outside": "piip",
     "layer_norm": "ppppppp" + "iif",
     "norm_backward": "ppippppppppp" + "iifks",
+    "rms_norm": "ppfppiif",
+    "rms_norm_backward": "ppppfpp" + "iis",
     "residual_norm": "pppppppppp" + "iiffk",
 }
 # Compiled once, not once per instruction set.

@@ -245,3 +245,73 @@ def test_what_cannot_be_copied_is_left_alone() -> None:
             return self.dropout(self.down(self.act(self.up(x))))
 
     assert "can't be copied" in reason(Uncopied())
+
+
+class Gated(nn.Module):
+    """A gated feed-forward whose layers' names say nothing."""
+
+    middle = 32
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(8, self.middle), nn.Linear(self.middle, 8), nn.Linear(8, self.middle)
+        self.act = nn.SiLU()
+        self.rate, self.scale = 0.0, 1.0
+
+
+class GatedSquare(Gated):
+    """Here sizes say nothing, either."""
+
+    middle = 8
+
+
+GATED = {
+    "gated": (lambda self, x: self.b(self.act(self.a(x)) * self.c(x)), True),
+    "the other way round": (lambda self, x: self.b(self.a(x) * self.act(self.c(x))), True),
+    "both activated": (lambda self, x: self.b(self.act(self.a(x)) * self.act(self.c(x))), False),
+    "added": (lambda self, x: self.b(self.act(self.a(x)) + self.c(x)), False),
+    "no activation": (lambda self, x: self.b(self.a(x) * self.c(x)), False),
+    "dropout inside": (lambda self, x: self.b(F.dropout(self.act(self.a(x)) * self.c(x), 0.1, self.training)), False),
+    "clamped": (lambda self, x: self.b(self.act(self.a(x).clamp(-50, 50)) * self.c(x)), False),
+    "gate without gradient": (lambda self, x: self.b(self.act(self.a(x)).detach() * self.c(x)), False),
+    "a scale of 1": (lambda self, x: self.b(self.act(self.a(x)) * self.c(x)) * self.scale, False),
+    "residual": (lambda self, x: x + self.b(self.act(self.a(x)) * self.c(x)), False),
+}
+
+
+@pytest.mark.parametrize(("forward", "fused"), GATED.values(), ids=GATED)
+@pytest.mark.parametrize("base", [Gated, GatedSquare])
+def test_gated_feed_forwards(forward, fused: bool, base: type) -> None:
+    runs = what_runs(made(base, forward))
+    assert runs.startswith("gated feed-forward" if fused else "as stock")
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps, self.rate = nn.Parameter(torch.ones(16)), 1e-6, 0.0
+
+
+RMS = {
+    "weight": (lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)), True),
+    "1 + weight": (lambda self, x: x * torch.rsqrt((x * x).mean(-1, True) + self.eps) * (1 + self.weight), True),
+    "2 + weight": (lambda self, x: x * torch.rsqrt((x * x).mean(-1, True) + self.eps) * (2 + self.weight), False),
+    "eps outside": (lambda self, x: self.weight * x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.eps), False),
+    "another eps": (lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6), False),
+    "of all tokens": (lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).mean() + self.eps), False),
+    "a sum": (lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + self.eps), False),
+    "centred": (lambda self, x: F.layer_norm(x, (16,), self.weight, None, self.eps), False),
+    "a root without gradient": (
+        lambda self, x: self.weight * x * torch.rsqrt(x.detach().pow(2).mean(-1, keepdim=True) + self.eps),
+        False,
+    ),
+    "a rate of 0": (
+        lambda self, x: self.weight * x * torch.rsqrt(x.pow(2).mean(-1, True) + self.eps) * (1 - self.rate),
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("forward", "fused"), RMS.values(), ids=RMS)
+def test_rms_norms(forward, fused: bool) -> None:
+    assert what_runs(made(Normed, forward)).startswith("RMSNorm" if fused else "as stock")

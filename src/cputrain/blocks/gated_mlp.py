@@ -1,0 +1,112 @@
+"""Gated feed-forwards, down(activation(gate(x)) · up(x)), whatever their three linear layers are called.
+
+Sizes tell which layer comes last where the middle is wider or narrower than the model; which of the other two is the
+gate, and the order where all are alike, is asked of the module itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from cputrain.blocks.mlp import activation_kind, known_kind
+from cputrain.ops.gated_feed_forward import gated_feed_forward
+from cputrain.ops.linear import flat
+from cputrain.padding import computed
+from cputrain.patching.bind import (
+    Patches,
+    format_of,
+    parameter_names,
+    step_aside,
+    why_not_global_hooks,
+    why_not_linears,
+    why_not_module,
+    why_not_parts,
+)
+from cputrain.patching.probe import Formula, difference
+
+# module.__dict__ key: the names of a module's parts, in the order of `_Parts`.
+NAMES = "_cputrain_gated_parts"
+WHAT = "gated feed-forward; what the gate lets through is recomputed"
+
+
+class _Parts(NamedTuple):
+    gate: nn.Linear
+    up: nn.Linear
+    down: nn.Linear
+    activation: nn.Module
+
+
+def _parts(module: nn.Module, names: tuple[str, ...]) -> _Parts:
+    return _Parts(*(module._modules[name] for name in names))  # type: ignore[arg-type]
+
+
+def gated_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
+    x = computed(x)
+    names = self.__dict__[NAMES]
+    reason = "its parts have changed" if set(self._modules) != set(names) else _why_not(self, x, _parts(self, names))
+    if reason is not None:
+        step_aside(self, reason)
+        return stock(x)
+    gate, up, down, activation = _parts(self, names)
+    weights = gate.weight, gate.bias, up.weight, up.bias, down.weight, down.bias
+    y = gated_feed_forward(flat(x).contiguous(), *weights, known_kind(activation), format_of(self))
+    return y.view(*x.shape[:-1], y.shape[-1])
+
+
+def _why_not(module: nn.Module, x: Tensor, parts: _Parts) -> str | None:
+    if activation_kind(parts.activation) is None:
+        return f"the activation is {type(parts.activation).__name__}"
+    if format_of(module).saves is not torch.float32:
+        return "what is saved of it would not be bf16"
+    return (
+        why_not_parts(parts[:3], nn.Linear)
+        or why_not_module(parts.activation)
+        or why_not_global_hooks()
+        or why_not_linears(x, *parts[:3])
+    )
+
+
+def _build(names: tuple[str, ...], module: nn.Module) -> Callable[[Tensor], Tensor]:
+    gate, up, down, activation = _parts(module, names)
+    return lambda x: down(activation(gate(x)) * up(x))
+
+
+@cache
+def _builder(names: tuple[str, ...]) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
+    """One function for an order, by which the answer for a layer is remembered for those that are alike."""
+    return partial(_build, names)
+
+
+def _orders(module: nn.Module) -> Iterator[tuple[str, ...]]:
+    """Names of gate, up, down and activation, in every order that the sizes allow."""
+    linears = [name for name, part in module.named_children() if type(part) is nn.Linear]
+    activations = [name for name, part in module.named_children() if activation_kind(part) is not None]
+    if (len(linears), len(activations), len(module._modules)) != (3, 1, 4):
+        return
+    if len(parameter_names(type(module).forward)) != 1:
+        return
+    for order in itertools.permutations(linears):
+        gate, up, down, _ = _parts(module, (*order, *activations))
+        if gate.weight.shape == up.weight.shape == down.weight.shape[::-1]:
+            yield (*order, *activations)
+
+
+def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
+    reason = None
+    for names in _orders(module):
+        width = _parts(module, names).gate.in_features
+        formula = Formula("forward", _builder(names), (width,), frozenset(module._modules), any_size=True)
+        reason = difference(module, formula)
+        if reason is None:
+            patches.bind(name, module, "forward", gated_forward, WHAT, list(_parts(module, names)))
+            module.__dict__[NAMES] = names
+            return True
+    if reason is not None:
+        patches.leave(name, module, reason)
+    return False
