@@ -70,10 +70,10 @@ def model_step(settings: dict[str, Any], ours: bool) -> Callable[[int], None]:
     import transformers
 
     kind, fields, (sequences, length) = MODELS[settings["model"]]
-    head = "ForMaskedLM" if kind == "Bert" else "ForCausalLM"
+    auto = transformers.AutoModelForMaskedLM if kind == "Bert" else transformers.AutoModelForCausalLM
     torch.manual_seed(0)
     config = getattr(transformers, f"{kind}Config")(**fields)
-    model = getattr(transformers, kind.removesuffix("Text") + head)(config).train()
+    model = auto.from_config(config).train()
     if settings["checkpointing"]:
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
