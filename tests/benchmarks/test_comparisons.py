@@ -14,6 +14,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import decoders  # noqa: E402
 import interleaved  # noqa: E402
 import loss_curves  # noqa: E402
 import training  # noqa: E402
@@ -105,3 +106,18 @@ def test_a_small_comparison_runs_end_to_end(benchmark: str) -> None:
     for result in json.loads(done.stdout):
         assert result["ratio"] > 0
         assert all(0 < loss < 20 for loss in result["first_losses"])
+
+
+@pytest.mark.parametrize("ours", [True, False])
+@pytest.mark.parametrize("model", ["llama-135m", "bert-mlm", "head-half", "head-trained"])
+def test_steps_of_language_models(monkeypatch, model: str, ours: bool) -> None:
+    if model in decoders.MODELS:
+        kind = decoders.MODELS[model][0]
+        fields = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
+        monkeypatch.setitem(decoders.MODELS, model, (kind, fields | {"num_attention_heads": 2}, (2, 24)))
+    for name, size in (("TOKENS", 16), ("FEATURES", 32), ("VOCABULARY", 999)):
+        monkeypatch.setattr(decoders, name, size)
+    make = decoders.head_step if model in decoders.HEADS else decoders.model_step
+    settings = {"model": model, "lengths": "chat", "dtype": "fp32", "checkpointing": False}
+    step = make(settings, ours)
+    step(0), step(1)

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 
 import cputrain
 from cputrain.blocks.lazy_logits import LazyLogits
+from cputrain.ops import tied_embedding
 from tests.model_zoo import tiny
 from tests.parity.small import assert_close, gradients_of, ids, pair
 
@@ -77,6 +78,25 @@ def _zoo(name):
         sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "d_model": 32, "vocab_size": 99}
         return hf.BartForConditionalGeneration(hf.BartConfig(**sizes, **TOKENS)).train(), batch_of()
     return tiny(name, padding="right")
+
+
+@pytest.mark.parametrize("name", ["Llama", "Gemma2"])
+def test_a_table_that_is_embedding_and_head_gets_one_gradient(name, monkeypatch):
+    monkeypatch.setitem(DECODERS, name, {**DECODERS[name], "tie_word_embeddings": True})
+    stock, ours = pair(decoder(name))
+    given = []
+    add = tied_embedding._add_rows
+    monkeypatch.setattr(
+        tied_embedding,
+        "_add_rows",
+        lambda grad, ids, total, skipped: (given.append(bool(total.any())), add(grad, ids, total, skipped)),
+    )
+    for _ in range(2):  # accumulated
+        for model in (stock, ours):
+            model(**batch_of()).loss.backward()
+    assert given == [True, True]  # the head's was there
+    torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
+    assert ours.lm_head.weight is ours.get_input_embeddings().weight
 
 
 def test_a_users_own_loss_takes_none(computed):

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain import settings
+from cputrain.blocks import tied_embedding
 from cputrain.blocks.config_view import is_transformers_model
 from cputrain.blocks.lazy_logits import LazyLogits, Source
 from cputrain.blocks.leaves import FEWEST_FEATURES, linear_forward
@@ -213,7 +214,10 @@ def take_over_vocabularies(model: nn.Module, patches: Patches) -> None:
     settings.one_of(settings.LOGITS)  # a wrong value is reported now
     for name, module in model.named_modules():
         head = _output_embeddings(module) if is_transformers_model(module) else None
-        if head is None or not untouched(head) or head.out_features < FEWEST_FEATURES:
+        if head is None:
+            continue
+        tied_embedding.take_over(model, head, patches)
+        if not untouched(head) or head.out_features < FEWEST_FEATURES:
             continue
         what = LAZY if patches.format.is_stock else f"its product in {patches.format.name}; {LAZY}"
         inside = next(part_name for part_name, part in module.named_modules() if part is head)

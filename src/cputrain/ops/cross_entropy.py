@@ -21,6 +21,7 @@ from cputrain import native
 from cputrain.formats import FP32, Call, Dense, Format, Saved
 from cputrain.native.operands import address, require_linear, rows_of
 from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.tied_embedding import shared_table
 
 # The logits that exist at once. With fewer tokens the weight is packed more often: a chunk of 256 tokens spends a
 # fifth of its time on that. 128 MB are 221 tokens of the largest vocabularies (152,000), and 683 of 49,152.
@@ -131,6 +132,7 @@ class _SummedLoss(torch.autograd.Function):
         token_grads = x_TI.new_full((x_TI.shape[0],), 1.0 / divisor)
         losses, ctx.grads = _run(x_TI, w_VI, bias_V, labels_T, token_grads, loss, format.begin(), wanted)
         ctx.run_again = (divisor, loss, format, wanted)
+        ctx.table = shared_table(w_VI)
         ctx.save_for_backward(x_TI, w_VI, bias_V, labels_T)
         return losses.double().sum().div_(divisor).float()
 
@@ -145,6 +147,8 @@ class _SummedLoss(torch.autograd.Function):
             _, grads = _run(x_TI, w_VI, bias_V, labels_T, token_grads, loss, format.begin(), wanted)
         factor = grad.item()
         grads = grads if factor == 1.0 else [None if g is None else g.mul_(factor) for g in grads]
+        if ctx.table is not None and grads[1] is not None:
+            ctx.table.offer(grads[1])
         return *grads, None, None, None, None
 
 
