@@ -90,9 +90,9 @@ def token_head_forward(self: nn.Linear, stock: Callable, input: Tensor) -> Tenso
     call = _call.get()
     padding = None if call is None else call.dropped
     compute = functools.partial(_token_logits, self, stock, input, padding)
-    if VOCABULARY not in self.__dict__ or padding is None or input.shape[:-1] != (padding.batch, padding.length):
+    if VOCABULARY not in self.__dict__ or (padding is not None and input.shape[:-1] != (padding.batch, padding.length)):
         return compute()
-    return _deferred(self, input, padding.real, compute)
+    return _deferred(self, computed(input), None if padding is None else padding.real, compute)
 
 
 def _token_logits(head: nn.Linear, stock: Callable, x: Tensor, padding: PaddingMask | None) -> Tensor:
