@@ -190,7 +190,8 @@ def main() -> None:
         rows.append(compare(arguments, model))
         print(machine.table(rows[-1:]), flush=True)
     if arguments.report:
-        told = ["decoders", arguments.lengths, *(["avx2"] if arguments.isa == "avx2" else [])]
+        what = "heads" if set(arguments.model) <= set(HEADS) else arguments.lengths
+        told = ["decoders", what, *(["avx2"] if arguments.isa == "avx2" else [])]
         path = machine.report_path("_".join(told))
         command = f"    python benchmarks/decoders.py {' '.join(sys.argv[1:])}\n"
         title = "# Language models: stock PyTorch against cputrain\n"
