@@ -172,7 +172,7 @@ def compare(arguments: argparse.Namespace, model: str) -> dict[str, str]:
         "tokens": "–" if model in HEADS else f"{MODELS[model][2][0]}×{MODELS[model][2][1]} {arguments.lengths}",
         "stock s": f"{statistics.median(stock):.2f}",
         "cputrain s": f"{statistics.median(ours):.2f}",
-        "times faster": f"{interleaved.median_ratio(stock, ours):.2f}",
+        "times faster": f"**{interleaved.median_ratio(stock, ours):.2f}**",
         "by CPU time": f"{cpu:.2f}",
         "stock MB": f"{memory[0]:.0f}",
         "cputrain MB": f"{memory[1]:.0f}",
