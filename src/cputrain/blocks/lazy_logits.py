@@ -104,7 +104,7 @@ class LazyLogits(Tensor):
     _versions: list[int]  # of the source's tensors when the logits would have been computed
     _root: LazyLogits  # whose memory these are a view of; itself, if of none
     _view: Callable[[Tensor], Tensor]
-    _found: Tensor | None  # the values of a root, once computed
+    _found: Tensor | None  # the values, once computed: a root's, or a view of them
     _compute: Callable[[], Tensor] | None  # how, if not as `source.values`
 
     @staticmethod
@@ -134,14 +134,18 @@ class LazyLogits(Tensor):
         if (node := _node_of(self)) is not self._node:
             values = _Behind.apply(self)
             self._node, self._root, self._view, self._found = node, self, lambda values: values, values
+        if self._found is not None:
+            return self._found
         root = self._root
         if root._found is None:
             root.check()
-            if torch.is_inference_mode_enabled():  # what is computed now can't be used outside
-                return self._view((root._compute or root.source.values)())
-            with torch.set_grad_enabled(_plainly(Tensor.requires_grad.__get__, root)):  # type: ignore[attr-defined]
-                root._found = (root._compute or root.source.values)()
-        return self._view(root._found)
+        # Connected to the graph even if code without gradients (an accuracy) is the first to look.
+        with torch.set_grad_enabled(_plainly(Tensor.requires_grad.__get__, root)):  # type: ignore[attr-defined]
+            values = root._found if root._found is not None else (root._compute or root.source.values)()
+            view = values if self is root else self._view(values)
+        if not torch.is_inference_mode_enabled():  # what is computed there can't be used outside
+            root._found, self._found = values, view
+        return view
 
     def check(self) -> None:
         """Raises if what the logits are made of is no longer what it was."""
@@ -160,10 +164,10 @@ class LazyLogits(Tensor):
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if function in _ABOUT:
+        first = args[0] if args else kwargs.get("input")
+        if function in _ABOUT and isinstance(first, LazyLogits) and first._found is None:
             return _plainly(function, *args, **kwargs)
         lazily = _LAZILY.get(function)
-        first = args[0] if args else kwargs.get("input")
         if lazily is not None and isinstance(first, LazyLogits) and first.is_lazy:
             result = lazily(*args, **kwargs)
             if result is not NotImplemented:

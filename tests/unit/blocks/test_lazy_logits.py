@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
 from cputrain.blocks.lazy_logits import LazyLogits, Source
 from cputrain.formats import FP32
@@ -137,6 +138,14 @@ def test_values_are_computed_once_and_connected_wherever_they_were_read_first():
     for a, b in zip(head.grads(z.exp().sum()), head.grads(head.stock().exp().sum()), strict=True):
         torch.testing.assert_close(a, b)
     assert head.computed == 1
+    rows = head.lazy().view(-1, VOCABULARY)
+    with torch.no_grad():
+        rows.argmax(-1)
+    for a, b in zip(head.grads(rows.exp().sum()), head.grads(head.stock().exp().sum()), strict=True):
+        torch.testing.assert_close(a, b)
+    with torch.inference_mode():
+        z = head.lazy()
+        assert torch.equal(z.argmax(-1), head.stock().argmax(-1))
 
 
 def test_views_share_memory():
@@ -248,3 +257,27 @@ def test_a_label_outside_the_vocabulary_is_stocks_error():
     wrong[0, 1] = VOCABULARY
     with pytest.raises(IndexError, match=f"Target {VOCABULARY} is out of bounds"):
         loss_of(Head().lazy(), wrong)
+
+
+def test_a_detached_leaf_gets_its_gradient():
+    head = Head()
+    z, stock = head.lazy().detach(), head.stock().detach()
+    for leaf in (z, stock):
+        assert not leaf.requires_grad
+        leaf.requires_grad = True
+        assert leaf.requires_grad and leaf.is_leaf
+        loss_of(leaf).backward()
+    torch.testing.assert_close(z.grad, stock.grad)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_the_loss(reentrant):
+    head = Head()
+    for z in (head.lazy(), head.stock()):
+        for leaf in head.leaves:
+            leaf.grad = None
+        checkpoint(loss_of, z, use_reentrant=reentrant).backward()
+        if isinstance(z, LazyLogits):
+            ours = [leaf.grad for leaf in head.leaves]
+    for a, leaf in zip(ours, head.leaves, strict=True):
+        torch.testing.assert_close(a, leaf.grad)
