@@ -29,6 +29,7 @@ ENGINES = [
     pytest.param([], id="agent"),
     *(pytest.param(["--engine", "mpi", "--mpirun", *p.values], id=p.id, marks=p.marks) for p in MPIS),
 ]
+RUN = [sys.executable, "-m", "cputrain", "run"]
 CORES = hardware.this_machine().usable_cores.value
 
 
@@ -129,6 +130,18 @@ def test_ranks_end_even_if_the_launch_is_killed(place: Path) -> None:
     process.wait()
     assert psutil.wait_procs(ranks, timeout=10)[1] == []
     assert nothing_is_left("4322")
+
+
+def test_a_rank_whose_launch_was_killed_before_it_began_ends_too(place: Path) -> None:
+    (place / "says.py").write_text("print('RUNS')\n")
+    started_by = subprocess.Popen(["sleep", "0"])
+    for has_ended in ("not asked for its exit code", "asked"):
+        os.waitid(os.P_PID, started_by.pid, os.WEXITED | os.WNOWAIT) if has_ended != "asked" else started_by.wait()
+        environment = {**CLEAN, "CPUTRAIN_PARENT": str(started_by.pid)}
+        answer = subprocess.run([*RUN, "says.py"], cwd=place, env=environment, capture_output=True, text=True)
+        assert (answer.returncode, answer.stdout) == (128 + signal.SIGKILL, ""), has_ended
+    alive = {**CLEAN, "CPUTRAIN_PARENT": "1"}  # of a shell between the launch and this process
+    assert "RUNS" in subprocess.run([*RUN, "says.py"], cwd=place, env=alive, capture_output=True, text=True).stdout
 
 
 def test_a_port_in_use_is_a_sentence(place: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import signal
 from collections.abc import Callable, Mapping, MutableMapping
 
 from cputrain import __version__, authentication, hardware
@@ -23,8 +24,11 @@ _LAUNCHERS = (*pmi.PROXIES, "mpirun", "mpiexec", "slurmstepd")
 
 def join(environ: MutableMapping[str, str]) -> pmi.Exchange | None:
     """Sets the variables that torch.distributed reads; the answer is MPI's connection, if it had to be asked."""
-    if environ.get("CPUTRAIN_PARENT") == str(os.getppid()):  # a rank that `launch` started, not a script's child
+    parent = environ.get("CPUTRAIN_PARENT", "")
+    if parent == str(os.getppid()):  # a rank that `launch` started, not a script's child
         processes.die_with(os.getppid())
+    elif parent.isdigit() and processes.is_gone(int(parent)):  # killed before this rank could ask to die with it
+        os._exit(128 + signal.SIGKILL)
     place = _as_place(ranks.find(environ))
     if environ.get(EXPECTED):
         if place and environ.get(processes.JOB) and not processes.is_guarded(environ):

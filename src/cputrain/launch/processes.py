@@ -61,6 +61,15 @@ def die_with(parent: int) -> None:
         os._exit(128 + signal.SIGKILL)
 
 
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended, even if its parent hasn't asked for its exit code yet."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
 def is_guarded(environ: Mapping[str, str]) -> bool:
     """Whether this is a rank that has a guard already, or something that one started."""
     return bool(environ.get(_MARK))
