@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "text_files": [],
     "secrets_in_clear": [],
     "user_folders": ["settings"],
+    "output_folder": [],
     "native": ["hardware"],
     "formats": ["native", "user_folders"],
     "ops": ["formats"],
