@@ -24,6 +24,7 @@ GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
 BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
 LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
+RECORD, PROGRESS, PROGRESSES = "CPUTRAIN_RECORD", "CPUTRAIN_PROGRESS", ("auto", "live", "lines", "off")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
 TRANSPORT, TRANSPORTS = "CPUTRAIN_CCL_TRANSPORT", ("auto", "shm", "gloo", "mpi", "oneccl")
 COMMUNICATION_CORES, COMMUNICATION_CPUS = "CPUTRAIN_CORES_FOR_COMMUNICATION", "CPUTRAIN_COMMUNICATION_CPUS"
@@ -56,6 +57,8 @@ OF_THE_USER = {
     LOGITS: Variable("`computed`: vocabulary heads compute their logits in the forward, as stock", "lazy", LOGITS_ARE),
     # Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
     IPEX: Variable("`false`: everything runs as stock (`ipex: false` of a configuration)", "true", TRUTHS),
+    RECORD: Variable("`off`: a run leaves no record; else the folder for it", "the script's output folder"),
+    PROGRESS: Variable("one live line, plain lines, or none", "auto: live on a terminal", PROGRESSES),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),
     TRANSPORT: Variable("what carries data between ranks", "auto", TRANSPORTS),
     COMMUNICATION_CORES: Variable("cores of each rank that are kept free for communication", "0"),

@@ -88,10 +88,29 @@ class Options:
     balance: str | None = _setting(
         "off: deal samples to ranks in stock's order; else by length.", "--balance", metavar="|".join(settings.BALANCES)
     )
+    progress: str | None = _setting(
+        "live: one line that moves; lines: from time to time; default: by terminal.",
+        "--progress",
+        metavar="|".join(settings.PROGRESSES),
+    )
+    record: str | None = _setting(
+        "Where the run's record goes; off: nowhere; default: the script's output folder.",
+        "--record",
+        metavar="off|FOLDER",
+    )
     same_network: bool | None = _setting("", "--same_network", hidden=True)
     rdzv_backend: str | None = _setting("", "--rdzv_backend", hidden=True)
     dry: bool = _setting("Print what would run, and where; start nothing.", "--dry-run", default=False)
     module: bool = _setting("SCRIPT is a module.", "-m", "--module", default=False)
+
+
+# Options that become variables of every rank, and win over the script.
+_OF_RANKS = (
+    (settings.DTYPE, "dtype"),
+    (settings.PADDING, "padding"),
+    (settings.PROGRESS, "progress"),
+    (settings.RECORD, "record"),
+)
 
 
 @command(app, EXAMPLES, allow_interspersed_args=False)  # what follows the script is the script's
@@ -110,9 +129,11 @@ def launch(
     added, warnings = environment_of(chosen.config, os.environ, options.threads)
     for warning in warnings:
         logger.warning(warning)
-    for variable, name in ((settings.DTYPE, "dtype"), (settings.PADDING, "padding")):
+    for variable, name in _OF_RANKS:
         value = getattr(options, name)
         added |= {variable: checked(variable, value, f"--{name}")} if value is not None else {}
+    if os.isatty(2) and not settings.value_of(settings.PROGRESS):
+        added.setdefault(settings.PROGRESS, "live")  # the ranks' own stderr is a pipe of ours
     program = (*(["-m"] if options.module else []), script, *(arguments or []))
     task = plan.Task(program, os.getcwd(), added, os.environ, os.isatty(2))
     sys.exit(_launched(chosen, task, options.mpirun, options.dry))

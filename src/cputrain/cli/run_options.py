@@ -27,12 +27,16 @@ OPTIONS = {
     "--grad-compression": settings.GRADIENTS,
     "--grad_compression": settings.GRADIENTS,
     "--balance": settings.BALANCE,
+    "--progress": settings.PROGRESS,
+    "--record": settings.RECORD,
 }
 CHOICES = {
     "--dtype": settings.DTYPES,
     "--padding": settings.PADDINGS,
     "--grad-compression": settings.COMPRESSIONS,
     "--balance": settings.BALANCES,
+    "--progress": settings.PROGRESSES,
+    "--record": ("off", "FOLDER"),
 }
 _MEANINGS = {
     "--dtype": "The number format of matrix products, whatever the script says; without it fp32, or auto if the "
@@ -41,6 +45,9 @@ _MEANINGS = {
     "--padding": "drop (default): padded positions are not computed. keep: stock's padded numbers.",
     "--grad-compression": "bf16: several ranks send their gradients as bf16.",
     "--balance": "length (default): several ranks get samples of similar length. off: in stock's order.",
+    "--progress": "live: one line that moves. lines: a plain line from time to time. off: none. auto (default): live "
+    "on a terminal.",
+    "--record": "off: the run leaves no record. FOLDER: where it goes; without it the script's output folder.",
 }
 
 

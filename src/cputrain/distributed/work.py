@@ -25,6 +25,13 @@ from cputrain.distributed.transport import Tensors
 from cputrain.log import say_once
 from cputrain.settings import COMMUNICATION_CPUS, communication_cpus
 
+_spent = [0.0]  # seconds that lanes of this process have run operations
+
+
+def seconds_spent() -> float:
+    """How long operations between ranks have run in this process, waiting for other ranks included."""
+    return _spent[0]
+
 
 class Work(TorchWork):
     """One operation that runs, or ran. torch's trampolines ask for `wait` and `get_future`."""
@@ -174,6 +181,7 @@ class Lane:
 
     def _execute(self, work: Work, operation: Operation) -> None:
         error: BaseException | None = None
+        began = time.perf_counter()
         try:
             with self._free:
                 operation(work)
@@ -183,6 +191,7 @@ class Lane:
                 failures.tell_launch(caught)
         with self._lock:
             self._waiting -= 1
+        _spent[0] += time.perf_counter() - began
         work.finish(error)
 
     def drain(self, seconds: float) -> None:

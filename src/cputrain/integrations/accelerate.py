@@ -59,7 +59,10 @@ class Accelerator(stock.Accelerator):
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
         _optimise(self, args)
-        return super().prepare(*args, **kwargs)
+        prepared = super().prepare(*args, **kwargs)
+        if not self._is_trainers:
+            _record(self, args)
+        return prepared
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """`prepare` comes through here too; Trainer comes here alone if it evaluates without training."""
@@ -85,6 +88,17 @@ class Accelerator(stock.Accelerator):
     def _prepare_ipex_or_xpu(self, *args: Any) -> tuple[Any, ...]:
         """Where accelerate before 1.13 called IPEX."""
         return args
+
+
+def _record(accelerator: Accelerator, objects: Iterable[object]) -> None:
+    """Of a script with a loop of its own; Trainer's is recorded when it begins to train."""
+    from cputrain.integrations import recording
+
+    objects = list(objects)
+    model = next((item for item in objects if isinstance(item, nn.Module)), None)
+    if model is not None and any(isinstance(item, Optimizer) for item in objects):
+        folder = accelerator.project_dir
+        recording.begin_own(model, str(folder) if folder else None)
 
 
 def _why_stock(accelerator: stock.Accelerator, use_ipex: bool | None) -> str | None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.integrations.notices import Refused
 from cputrain.log import say_once
-from cputrain.settings import BALANCE, DTYPE, GRADIENTS, IPEX, PADDING, VARIABLES, one_of
+from cputrain.settings import BALANCE, DTYPE, GRADIENTS, IPEX, PADDING, PROGRESS, VARIABLES, one_of
 
 if TYPE_CHECKING:
     from cputrain.api import Padding
@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 
 def check() -> None:
     """Refuses misspelt settings at once, rather than when the model is there."""
-    for name in (DTYPE, PADDING, GRADIENTS, BALANCE, IPEX):
+    for name in (DTYPE, PADDING, GRADIENTS, BALANCE, PROGRESS, IPEX):
         _one_of(name)
 
 
 def checked(name: str, value: str, option: str) -> str:
     """What `option` says about the variable `name`; a misspelt value is refused."""
     known = VARIABLES[name].values
-    if value not in known:
+    if known and value not in known:
         raise Refused(f"{option} must be one of {', '.join(known)}, found {value!r}.")
     return value
 

@@ -11,9 +11,10 @@ from torch.utils.data import DataLoader
 
 from cputrain.integrations import hook
 from cputrain.integrations.accelerate import Accelerator
+from cputrain.integrations.trainer_record import RecordingTrainer
 
 
-class Trainer(stock.Trainer):
+class Trainer(RecordingTrainer, stock.Trainer):
     """Stock's, optimised."""
 
     def create_accelerator_and_postprocess(self) -> None:
