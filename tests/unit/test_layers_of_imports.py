@@ -49,7 +49,8 @@ MAY_IMPORT = {
     "cluster": ["launch"],
     "integrations": ["api", "distributed", "record"],
     "compat": ["integrations"],
-    "cli": ["cluster", "integrations"],
+    "report": ["record"],
+    "cli": ["cluster", "integrations", "report"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [

@@ -1,6 +1,7 @@
 """The most that this CPU's cores reach in a matrix product: what a run's speed is compared with.
 
-Measured once for each CPU, number of threads and format, a third of a second, and kept in the user's cache.
+Measured at the start of each run, a third of a second. Other programs may be busy meanwhile, so the most that was ever
+seen with this CPU, number of threads and format counts; the user's cache keeps it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ _TIMES = 5
 def gflops(name: str = "fp32") -> float:
     """Of products in fp32 and in this format, the faster one's: the CPU's peak as this run may use it."""
     known, key = _read(), _key(name)
-    if key not in known:
-        known[key] = round(max(_measured(one) for one in {"fp32", name}), 1)
+    found = round(max(_measured(one) for one in {"fp32", name}), 1)
+    if found > known.get(key, 0.0):
+        known[key] = found
         _write(known)
     return known[key]
 
