@@ -31,6 +31,20 @@ struct Scratch {
 CPUTRAIN_EXPORT void KERNEL(dropout)(const float* x, float* y, int64_t rows, int64_t cols, float p,
                                      uint64_t key);
 
+// The low-rank path of an adapter, under the mask that `dropout` draws by the same key: out (rows ×
+// rank) = dropout(x) · Aᵀ; A is rank × cols.
+CPUTRAIN_EXPORT void KERNEL(low_rank)(const float* x, int64_t stride, const float* a, float* out,
+                                      int64_t rows, int64_t cols, int64_t rank, float p,
+                                      uint64_t key, Scratch* scratch);
+// grad_a = gradᵀ · dropout(x); grad is rows × rank.
+CPUTRAIN_EXPORT void KERNEL(low_rank_a_grad)(const float* grad, const float* x, int64_t stride,
+                                             float* grad_a, int64_t rows, int64_t cols,
+                                             int64_t rank, float p, uint64_t key, Scratch* scratch);
+// grad_x += dropout(grad · A).
+CPUTRAIN_EXPORT void KERNEL(low_rank_x_grad)(const float* grad, const float* a, float* grad_x,
+                                             int64_t rows, int64_t cols, int64_t rank, float p,
+                                             uint64_t key, Scratch* scratch);
+
 // Where a kernel takes `kept` (or null), it writes what the backward pass needs there as bf16; the
 // backward pass has a flag `bf16` that says so.
 //
@@ -196,9 +210,9 @@ CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
 // (0 left, 1 right) decides its layout, which differs between instruction sets.
 CPUTRAIN_EXPORT void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role,
                                                 int64_t* bytes);
-// Packs x (rows × cols, of bf16 or else float) in one go: its rows as vectors into by_rows, its
-// columns as vectors into by_columns (either or null). column_sums (needs by_columns) or null.
-CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows,
+// Packs x (rows × cols, of float or, kind 1, of bf16) in one go: its rows as vectors into by_rows,
+// its columns as vectors into by_columns (either or null). column_sums (needs by_columns) or null.
+CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t kind, int64_t stride, int64_t rows,
                                         int64_t cols, void* by_rows, int64_t row_role,
                                         void* by_columns, int64_t column_role, float* column_sums,
                                         Scratch* scratch);
@@ -206,20 +220,47 @@ CPUTRAIN_EXPORT void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t str
 CPUTRAIN_EXPORT void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kind,
                                                   int64_t stride, int64_t rows, int64_t cols,
                                                   void* packed);
+// A frozen weight as it is stored; formats/stored.py mirrors the structure. Elements are counted
+// row by row, without gaps.
+enum StoredKind : int64_t { kFloat16Stored, kFourBitStored, kEightBitStored };
+struct StoredWeight {
+  int64_t kind;
+  // fp16; or numbers of 4 bits, two in a byte, the first in its high half, which are code's; or
+  // signed bytes.
+  const void* values;
+  const float* code;    // 16
+  const void* scales;   // 4 bits: a float for each `block` of elements; 8 bits: one for each row
+  const float* nested;  // 256, or null: then the scales are bytes that stand for these numbers …
+  const float* nested_scales;  // … times one of these for each `nested_block` of scales …
+  int64_t block, nested_block;
+  float nested_offset;  // … plus this
+  int64_t first;        // elements before the first one
+  int64_t first_row;
+};
+// All of it as floats.
+CPUTRAIN_EXPORT void KERNEL(unpack_weight)(const StoredWeight* weight, float* out, int64_t rows,
+                                           int64_t cols);
 // One side of a product; formats/int16_matmul.py mirrors the structure.
+enum SourceKind : int64_t { kFloatSource, kBf16Source, kStoredSource };
 struct Int16Operand {
   const void* source;  // is packed first, or null: `packed` is filled already
-  int64_t bf16;        // what the source is, else float
+  int64_t kind;        // what the source is; kStoredSource: a StoredWeight, which has no sums
   int64_t stride;
   int64_t by_columns;  // the vectors are the source's columns; else its rows
   float* sums;         // receives the source's column sums (needs by_columns), or null
   void* packed;
 };
-// out[r][c] = left vector r · right vector c (+ bias[c]) (+ out[r][c] if accumulate). bias or null.
+// A second product whose result is added.
+struct Int16Term {
+  Int16Operand left, right;
+  int64_t depth;
+};
+// out[r][c] = left vector r · right vector c (+ plus) (+ bias[c]) (+ out[r][c] if accumulate). plus
+// and bias or null; with plus, not both sides may be packed by columns.
 CPUTRAIN_EXPORT void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right,
                                            float* out, int64_t out_stride, int64_t rows,
-                                           int64_t cols, int64_t depth, const float* bias,
-                                           int64_t accumulate, Scratch* scratch);
+                                           int64_t cols, int64_t depth, const Int16Term* plus,
+                                           const float* bias, int64_t accumulate, Scratch* scratch);
 // For tests and benchmarks: int16_product without AVX512_VNNI and AVX_VNNI, or with them although
 // the CPU doesn't say that it has them (virtual machines hide AVX_VNNI).
 enum Int16Vnni { kInt16VnniNever, kInt16VnniIfKnown, kInt16VnniAlways };

@@ -8,9 +8,13 @@
 
 namespace {
 
-struct Product {
-  const PackedLayout &left_layout, &right_layout;
+// One product of a sum of two.
+struct Term {
   LazyOperand &left, &right;
+};
+
+struct Product {
+  Term first, second;  // the second's depth may be 0
   float* out;
   int64_t out_stride;
   const float* bias;
@@ -20,27 +24,38 @@ struct Product {
   // A part of the result for some blocks of the depth. One panel of the right operand stays in the
   // first-level cache while all of the part's left panels, which stay in the second, pass by.
   void compute(ResultPart part, int64_t block, int64_t block_end, Share thread, Share share) const {
-    const auto [row, row_end, col, col_end] = part;
     for (int64_t b = block; b < block_end; b++) {
       if (by_blocks) pack_own(b, thread);
-      left.ensure(b, row * kTileRows, row_end * kTileRows);
-      right.ensure(b, col * kTileCols, col_end * kTileCols);
-      for (int64_t c = col; c < col_end; c++)
-        column_at(b, row, row_end, c, ahead(b + 1, thread, share.piece(c - col, col_end - col)));
+      block_of(first, b, part, b == 0, thread, share);
     }
+    if (block_end < first.left.layout.blocks) return;
+    for (int64_t b = 0; b < second.left.layout.blocks; b++)
+      block_of(second, b, part, false, thread, share);
   }
 
-  void column_at(int64_t b, int64_t row, int64_t row_end, int64_t c, Rows ahead) const {
+  void block_of(const Term& term, int64_t b, ResultPart part, bool begins, Share thread,
+                Share share) const {
+    const auto [row, row_end, col, col_end] = part;
+    term.left.ensure(b, row * kTileRows, row_end * kTileRows);
+    term.right.ensure(b, col * kTileCols, col_end * kTileCols);
+    for (int64_t c = col; c < col_end; c++)
+      column_at(term, b, row, row_end, c, begins,
+                ahead(b + 1, thread, share.piece(c - col, col_end - col)));
+  }
+
+  void column_at(const Term& term, int64_t b, int64_t row, int64_t row_end, int64_t c, bool begins,
+                 Rows ahead) const {
+    const auto& [left, right] = term;
     const int64_t first_row = row * kTileRows, first_col = c * kTileCols;
-    const int64_t rows = left_layout.vectors, cols = right_layout.vectors - first_col;
-    column({left_layout.pairs(left.packed, b, row), right_layout.pairs(right.packed, b, c),
-            left_layout.pairs_of(b), left_layout.panel_words,
-            left_layout.scales(left.packed, b) + first_row,
-            right_layout.scales(right.packed, b) + first_col,
+    const int64_t rows = left.layout.vectors, cols = right.layout.vectors - first_col;
+    column({left.layout.pairs(left.packed, b, row), right.layout.pairs(right.packed, b, c),
+            left.layout.pairs_of(b), left.layout.panel_words,
+            left.layout.scales(left.packed, b) + first_row,
+            right.layout.scales(right.packed, b) + first_col,
             out + first_row * out_stride + first_col, out_stride,
             (row_end * kTileRows < rows ? row_end * kTileRows : rows) - first_row,
-            cols < kTileCols ? cols : kTileCols, bias && b == 0 ? bias + first_col : nullptr,
-            accumulate || b > 0, ahead});
+            cols < kTileCols ? cols : kTileCols, bias && begins ? bias + first_col : nullptr,
+            accumulate || !begins, ahead});
   }
 
   // Where both sides are packed block by block, a thread packs the same vectors in every block, for
@@ -50,11 +65,12 @@ struct Product {
     int64_t begin, end;  // the left side's, then the right side's
   };
   Tasks own_tasks(Share thread) const {
-    const int64_t tasks = left.tasks_of_block() + right.tasks_of_block();
+    const int64_t tasks = first.left.tasks_of_block() + first.right.tasks_of_block();
     return {tasks * thread.number / thread.count, tasks * (thread.number + 1) / thread.count};
   }
   void pack_own(int64_t b, Share thread) const {
     const Tasks own = own_tasks(thread);
+    const auto& [left, right] = first;
     for (int64_t task = own.begin; task < own.end; task++)
       if (task < left.tasks_of_block())
         left.pack(b, task);
@@ -63,12 +79,13 @@ struct Product {
   }
   // A share of what the thread's tasks read in this block; of one task, if it would be of two.
   Rows ahead(int64_t b, Share thread, Share share) const {
-    if (!by_blocks || b >= left_layout.blocks) return {};
+    const auto& [left, right] = first;
+    if (!by_blocks || b >= left.layout.blocks) return {};
     const Tasks own = own_tasks(thread);
-    const int64_t rows = left_layout.filled(b), all = (own.end - own.begin) * rows;
-    const int64_t first = all * share.number / share.count, row = first % rows;
-    const int64_t count = all * (share.number + 1) / share.count - first;
-    const int64_t task = own.begin + first / rows, rest = rows - row;
+    const int64_t rows = left.layout.filled(b), all = (own.end - own.begin) * rows;
+    const int64_t begin = all * share.number / share.count, row = begin % rows;
+    const int64_t count = all * (share.number + 1) / share.count - begin;
+    const int64_t task = own.begin + begin / rows, rest = rows - row;
     return task < left.tasks_of_block()
                ? left.source_of(b, task, row, count < rest ? count : rest)
                : right.source_of(b, task - left.tasks_of_block(), row, count < rest ? count : rest);
@@ -76,8 +93,8 @@ struct Product {
 
   // What is left of the sum when there is nothing to add up.
   void only_bias() const {
-    for (int64_t r = 0; r < left_layout.vectors; r++)
-      for (int64_t c = 0; c < right_layout.vectors; c++) {
+    for (int64_t r = 0; r < first.left.layout.vectors; r++)
+      for (int64_t c = 0; c < first.right.layout.vectors; c++) {
         float& to = out[r * out_stride + c];
         to = (accumulate ? to : 0.f) + (bias ? bias[c] : 0.f);
       }
@@ -93,11 +110,11 @@ void KERNEL(int16_packed_bytes)(int64_t vectors, int64_t depth, int64_t role, in
   *bytes = PackedLayout(vectors, depth, role).bytes();
 }
 
-void KERNEL(int16_pack)(const void* x, int64_t bf16, int64_t stride, int64_t rows, int64_t cols,
+void KERNEL(int16_pack)(const void* x, int64_t kind, int64_t stride, int64_t rows, int64_t cols,
                         void* by_rows, int64_t row_role, void* by_columns, int64_t column_role,
                         float* column_sums, Scratch* scratch) {
   Arena arena(scratch);
-  const Packing packing(arena, x, bf16, stride, rows, cols, by_rows, row_role, by_columns,
+  const Packing packing(arena, x, kind, stride, rows, cols, by_rows, row_role, by_columns,
                         column_role, column_sums);
   if (!arena.enough()) return;
 #pragma omp parallel for schedule(dynamic) if (rows * cols > kElementsForThreads)
@@ -116,17 +133,19 @@ void KERNEL(int16_pack_activated)(const float* h, const float* bias, int64_t kin
 
 void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, float* out,
                            int64_t out_stride, int64_t rows, int64_t cols, int64_t depth,
-                           const float* bias, int64_t accumulate, Scratch* scratch) {
+                           const Int16Term* plus, const float* bias, int64_t accumulate,
+                           Scratch* scratch) {
   Arena arena(scratch);
   LazyOperand left_operand(arena, *left, rows, depth, kLeft);
   LazyOperand right_operand(arena, *right, cols, depth, kRight);
+  const int64_t more = plus ? plus->depth : 0;
+  LazyOperand plus_left(arena, plus ? plus->left : Int16Operand{}, rows, more, kLeft);
+  LazyOperand plus_right(arena, plus ? plus->right : Int16Operand{}, cols, more, kRight);
   const int64_t blocks = left_operand.layout.blocks;
   const bool by_blocks = left_operand.packs_by_columns() && right_operand.packs_by_columns();
   if (by_blocks) left_operand.hold(kBlocksHeld), right_operand.hold(kBlocksHeld);
-  const Product product = {left_operand.layout,
-                           right_operand.layout,
-                           left_operand,
-                           right_operand,
+  const Product product = {{left_operand, right_operand},
+                           {plus_left, plus_right},
                            out,
                            out_stride,
                            bias,
@@ -139,7 +158,9 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   const int64_t passes = by_blocks ? blocks : 1, blocks_of_pass = by_blocks ? 1 : blocks;
   Runs runs(arena, parts.count(), passes, threads);
   if (!arena.enough()) return;
+  if (depth == 0) product.only_bias();
   left_operand.start(), right_operand.start(), runs.start();
+  plus_left.start(), plus_right.start();
 #pragma omp parallel if (parallel)
   {
     const Share thread = {omp_get_thread_num(), omp_get_num_threads()};
@@ -149,7 +170,13 @@ void KERNEL(int16_product)(const Int16Operand* left, const Int16Operand* right, 
   }
   left_operand.finish();
   right_operand.finish();
-  if (depth == 0) product.only_bias();
+  plus_left.finish();
+  plus_right.finish();
+}
+
+void KERNEL(unpack_weight)(const StoredWeight* weight, float* out, int64_t rows, int64_t cols) {
+#pragma omp parallel for schedule(static) if (rows * cols > kElementsForThreads)
+  for (int64_t r = 0; r < rows; r++) unpack(*weight, r * cols, r, cols, out + r * cols);
 }
 
 void KERNEL(int16_use_vnni)(int64_t wanted) { vnni_wanted = wanted; }

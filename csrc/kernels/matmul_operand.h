@@ -29,7 +29,7 @@ class LazyOperand {
       : layout(vectors, depth, role),
         packed(o.packed),
         by_columns_(o.by_columns),
-        packing_(arena, o.source, o.bf16, o.stride, o.by_columns ? depth : vectors,
+        packing_(arena, o.source, o.kind, o.stride, o.by_columns ? depth : vectors,
                  o.by_columns ? vectors : depth, o.by_columns ? nullptr : o.packed, role,
                  o.by_columns ? o.packed : nullptr, role, o.sums),
         states_(arena.take<uint8_t>(packing_.tasks())) {}
@@ -66,7 +66,7 @@ class LazyOperand {
   }
   // What such a task reads, from a row of the block on.
   Rows source_of(int64_t block, int64_t task, int64_t row, int64_t rows) const {
-    const int64_t size = packing_.bf16 ? sizeof(Bf16) : sizeof(float);
+    const int64_t size = packing_.kind == kBf16Source ? sizeof(Bf16) : sizeof(float);
     const int64_t column = task * kTaskColumns, left = layout.vectors - column;
     return {
         (const char*)packing_.x + ((block * layout.block + row) * packing_.stride + column) * size,

@@ -1,6 +1,8 @@
 // Packs a matrix for int16 products by its rows, by its columns, or both, in tasks for any thread.
 #pragma once
 
+#include <type_traits>
+
 #include "matmul_pack_columns.h"
 #include "matmul_pack_rows.h"
 #include "scratch.h"
@@ -10,7 +12,7 @@ namespace {
 // One source and one or two packed operands, as tasks that any thread may do.
 struct Packing {
   const void* x;
-  bool bf16;  // what x is, else float
+  int64_t kind;  // what x is
   int64_t stride, rows, cols;
   void *by_rows, *by_columns;  // or null
   float* column_sums;          // or null
@@ -18,11 +20,11 @@ struct Packing {
   int64_t row_tasks, column_tasks;  // for each block of rows
   float* block_sums;                // or null
 
-  Packing(Arena& arena, const void* x, bool bf16, int64_t stride, int64_t rows, int64_t cols,
+  Packing(Arena& arena, const void* x, int64_t kind, int64_t stride, int64_t rows, int64_t cols,
           void* by_rows, int64_t row_role, void* by_columns, int64_t column_role,
           float* column_sums)
       : x(x),
-        bf16(bf16),
+        kind(kind),
         stride(stride),
         rows(rows),
         cols(cols),
@@ -41,19 +43,33 @@ struct Packing {
   // Block of rows by block of rows, so that what one task reads by rows is still in the shared
   // cache when another reads it by columns.
   int64_t tasks() const { return x ? column_layout.blocks * (row_tasks + column_tasks) : 0; }
-  void run(int64_t task) const { bf16 ? run((const Bf16*)x, task) : run((const float*)x, task); }
+  void run(int64_t task) const {
+    if (kind == kFloatSource)
+      run((const float*)x, task);
+    else if (kind == kBf16Source)
+      run((const Bf16*)x, task);
+    else
+      run((const StoredWeight*)x, task);
+  }
   template <class Source>
   void run(const Source* x, int64_t task) const {
     const int64_t block = task / (row_tasks + column_tasks),
                   part = task % (row_tasks + column_tasks);
     const int64_t row = block * column_layout.block + part * kTaskRows;
     if (part < row_tasks) {
-      if (row < rows) pack_rows(x, stride, row_layout, row, by_rows);
+      if (row >= rows) return;
+      if constexpr (std::is_same_v<Source, StoredWeight>)
+        pack_rows((const float*)nullptr, stride, row_layout, row, by_rows, Unpacked{*x});
+      else
+        pack_rows(x, stride, row_layout, row, by_rows);
       return;
     }
     const int64_t column = (part - row_tasks) * kTaskColumns;
-    pack_columns(x, stride, column_layout, block, column, by_columns,
-                 block_sums ? block_sums + block * column_tasks * kTaskColumns + column : nullptr);
+    float* sums = block_sums ? block_sums + block * column_tasks * kTaskColumns + column : nullptr;
+    if constexpr (std::is_same_v<Source, StoredWeight>)
+      pack_stored_columns(*x, stride, column_layout, block, column, by_columns);
+    else
+      pack_columns(x, stride, column_layout, block, column, by_columns, sums);
   }
 
   // When all tasks are done. Blocks are added in order, whichever thread did them.

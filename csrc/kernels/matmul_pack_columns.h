@@ -5,6 +5,7 @@
 #include "bf16.h"
 #include "matmul_layout.h"
 #include "matmul_quantise.h"
+#include "matmul_stored.h"
 #include "simd_int16.h"
 
 namespace {
@@ -166,6 +167,24 @@ void pack_columns(const Source* x, int64_t stride, const PackedLayout& layout, i
     memcpy(edge + k * kStrip, source + k * stride + strips * kStrip, rest * sizeof(Source));
   pack_strips(edge, kStrip, 1, layout, block, first + strips * kStrip, packed,
               sums ? sums + strips * kStrip : nullptr);
+}
+
+// The same of a weight as it is stored: unpacked strip by strip, into the second-level cache.
+inline void pack_stored_columns(const StoredWeight& weight, int64_t stride,
+                                const PackedLayout& layout, int64_t block, int64_t first,
+                                void* packed) {
+  alignas(64) float strip[kMaxBlock * kStrip];
+  const int64_t depth = layout.filled(block), left = layout.vectors - first;
+  const int64_t columns = left < kTaskColumns ? left : kTaskColumns;
+  for (int64_t c = 0; c < columns; c += kStrip) {
+    const int64_t width = columns - c < kStrip ? columns - c : kStrip;
+    if (width < kStrip) memset(strip, 0, depth * kStrip * sizeof(float));
+    for (int64_t k = 0; k < depth; k++) {
+      const int64_t row = block * layout.block + k;
+      unpack(weight, row * stride + first + c, row, width, strip + k * kStrip);
+    }
+    pack_strips(strip, kStrip, 1, layout, block, first + c, packed, nullptr);
+  }
 }
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include "bf16.h"
 #include "matmul_layout.h"
 #include "matmul_quantise.h"
+#include "matmul_stored.h"
 #include "simd_int16.h"
 
 namespace {
@@ -94,16 +95,26 @@ void pack_group(const Source* x, int64_t stride, int64_t depth, int64_t panel, i
 struct Values {
   static constexpr bool kComputed = false;
   template <class Source>
-  void copy(const Source* row, int64_t column, int64_t count, Source* to) const {
-    memcpy(to, row + column, count * sizeof(Source));
+  void copy(const Source* x, int64_t stride, int64_t row, int64_t column, int64_t count,
+            Source* to) const {
+    memcpy(to, x + row * stride + column, count * sizeof(Source));
+  }
+};
+struct Unpacked {
+  static constexpr bool kComputed = true;
+  const StoredWeight& weight;
+  void copy(const float*, int64_t stride, int64_t row, int64_t column, int64_t count,
+            float* to) const {
+    unpack(weight, row * stride + column, row, count, to);
   }
 };
 struct Activations {
   static constexpr bool kComputed = true;
   ForwardRow activate;
   const float* bias;  // or null
-  void copy(const float* row, int64_t column, int64_t count, float* to) const {
-    activate(row + column, bias ? bias + column : nullptr, to, nullptr, count);
+  void copy(const float* x, int64_t stride, int64_t row, int64_t column, int64_t count,
+            float* to) const {
+    activate(x + row * stride + column, bias ? bias + column : nullptr, to, nullptr, count);
   }
 };
 
@@ -119,12 +130,12 @@ void pack_rows(const Source* x, int64_t stride, const PackedLayout& layout, int6
     for (int64_t row = first; row < first + kTaskRows && row < layout.padded; row += kGroup) {
       const int64_t rows = layout.vectors - row < kGroup ? layout.vectors - row : kGroup;
       const bool inside = rows == kGroup && depth == whole;
-      const Source* source = x + row * stride + b * layout.block;
+      const Source* source = What::kComputed ? edge : x + row * stride + b * layout.block;
       int64_t source_stride = stride;
       if (What::kComputed || !inside) {
         if (!inside) memset(edge, 0, kGroup * whole * sizeof(Source));
         for (int64_t r = 0; r < rows; r++)
-          what.copy(x + (row + r) * stride, b * layout.block, depth, edge + r * whole);
+          what.copy(x, stride, row + r, b * layout.block, depth, edge + r * whole);
         source = edge;
         source_stride = whole;
       }

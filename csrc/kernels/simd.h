@@ -198,6 +198,53 @@ inline void store_lower_words(Word* p, VecU v) {
 #endif
 }
 
+// kWidth numbers of 4 bits, from a whole byte on, each in a lane; a byte's high half comes first.
+inline VecI load_nibbles(const uint8_t* p) {
+#if defined(__AVX512F__)
+  const __m128i bytes = _mm_loadl_epi64((const __m128i*)p), low = _mm_set1_epi8(15);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+  const __m128i all = _mm_unpacklo_epi8(high, _mm_and_si128(bytes, low));
+  return (VecI)_mm512_maskz_cvtepu8_epi32(0xffff, all);
+#elif defined(__AVX2__)
+  int32_t four;
+  memcpy(&four, p, sizeof four);
+  const __m128i bytes = _mm_cvtsi32_si128(four), low = _mm_set1_epi8(15);
+  const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
+  return (VecI)_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(high, _mm_and_si128(bytes, low)));
+#else
+  VecI v;
+  for (int i = 0; i < kWidth; i += 2) v[i] = p[i / 2] >> 4, v[i + 1] = p[i / 2] & 15;
+  return v;
+#endif
+}
+
+// A table of 16 numbers, and those of it that `index` (0 … 15) names.
+struct Table16 {
+#if defined(__AVX512F__)
+  __m512 all;
+  explicit Table16(const float* table) : all(_mm512_loadu_ps(table)) {}
+  Vec at(VecI index) const { return (Vec)_mm512_maskz_permutexvar_ps(0xffff, (__m512i)index, all); }
+#elif defined(__AVX2__)
+  __m256 low, high;
+  explicit Table16(const float* table)
+      : low(_mm256_loadu_ps(table)), high(_mm256_loadu_ps(table + 8)) {}
+  Vec at(VecI index) const {
+    const __m256i i = (__m256i)index;
+    return (Vec)_mm256_blendv_ps(_mm256_permutevar8x32_ps(low, i),
+                                 _mm256_permutevar8x32_ps(high, i),
+                                 _mm256_castsi256_ps(_mm256_slli_epi32(i, 28)));
+  }
+#else
+  const float* table;
+  explicit Table16(const float* table) : table(table) {}
+  Vec at(VecI index) const {
+    Vec v;
+    for (int i = 0; i < kWidth; i++) v[i] = table[index[i]];
+    return v;
+  }
+#endif
+};
+
 #if defined(__F16C__)
 #define HAS_FLOAT16_CONVERSION
 constexpr int kFloat16s = 8;  // converted by one instruction

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cputrain import hardware, log, memory, native, settings
-from cputrain.blocks import config_view, encoder, head, recognise
+from cputrain.blocks import config_view, encoder, head, lora, recognise
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
 from cputrain.log import logger
@@ -141,6 +141,8 @@ def explain(model: nn.Module) -> Explanation:
         ("instruction set", *hardware.best_isa()),
         ("padding", record.padding, _padding_reason(model, record)),
     ]
+    if (adapters := lora.described(model)) is not None:
+        facts.append(adapters)
     if optimizer is not None:
         facts.append(("optimizer", type(optimizer).__name__, takeover.described(optimizer)))
     return Explanation(facts, explain_patches(record.patches))

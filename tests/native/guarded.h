@@ -207,4 +207,5 @@ void check_embeddings(Random& random);
 void check_optimizers(Random& random);
 void check_attention(Random& random);
 void check_products(Random& random);
+void check_adapters(Random& random);
 void check_reductions(Random& random);

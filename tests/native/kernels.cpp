@@ -28,6 +28,7 @@ int main(int count, char** arguments) {
     check_optimizers(random);
     check_attention(random);
     check_products(random);
+    check_adapters(random);
     check_reductions(random);
   }
   printf("%lld shapes on", (long long)shapes);

@@ -95,7 +95,7 @@ void product(Random& random) {
     const Int16Operand a = left.operand(left_memory, left_sums);
     const Int16Operand b = right.operand(right_memory, right_sums);
     with_scratch([&](Scratch* scratch) {
-      CALL(int16_product, &a, &b, out, stride, rows, cols, depth, bias.if_wanted(has_bias),
+      CALL(int16_product, &a, &b, out, stride, rows, cols, depth, nullptr, bias.if_wanted(has_bias),
            accumulates, scratch);
     });
     for (int64_t r = 0; r < rows; r++)

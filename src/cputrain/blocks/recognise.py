@@ -15,6 +15,7 @@ from cputrain.blocks import (
     gated_mlp,
     head,
     leaves,
+    lora,
     mlp,
     own_attention,
     residual,
@@ -60,6 +61,7 @@ def _why_touched(module: nn.Module) -> str:
 def take_over_model(model: nn.Module, patches: Patches) -> None:
     """Linear layers that are left, then the model as a whole, in whose forward autocast is put right for all parts."""
     head.take_over_vocabularies(model, patches)
+    lora.take_over(model, patches)
     leaves.take_over_linears(model, patches)
     if patches.format.wants_autocast:
         model.__dict__[autocast.RUNS_IN_BF16] = True

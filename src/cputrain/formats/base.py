@@ -90,6 +90,7 @@ class Use(NamedTuple):
     scratch: str = ""  # y is read within this operator only, and may lie in the workspace of that name
     as_saved: bool = False  # y is saved for the backward, and comes in the dtype that this format saves
     out: Tensor | None = None  # y's memory
+    plus: tuple[Tensor, Tensor] | None = None  # t_TR and b_OR, frozen or not: t bᵀ is added to y
 
 
 class Call(ABC):
@@ -149,6 +150,11 @@ class OutputGrad(ABC):
 
 def weight_grad_in_fp32(dy_TO: Tensor, x_TI: Tensor, add_to: Tensor | None) -> Tensor:
     return torch.mm(dy_TO.t(), x_TI) if add_to is None else add_to.addmm_(dy_TO.t(), x_TI)
+
+
+def added(y_TO: Tensor, plus: tuple[Tensor, Tensor] | None) -> Tensor:
+    """y, to which `Use.plus` is added in place."""
+    return y_TO if plus is None else y_TO.addmm_(plus[0], plus[1].t())
 
 
 def product_in_fp32(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:

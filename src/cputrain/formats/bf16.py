@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from cputrain.formats import bf16_saving
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, added
 from cputrain.formats.weights import Weight
 
 
@@ -28,7 +28,7 @@ class _Call(Call):
         x_in_bf16 = bf16_saving.as_bf16(x, rounded_only=True)[0]
         y = F.linear(x_in_bf16, weight.dense().bfloat16(), None if bias is None else bias.bfloat16())
         y = y if use.as_saved else y.float() if use.out is None else use.out.copy_(y)
-        return y, (x_in_bf16,) if use.save else ()
+        return added(y, use.plus), (x_in_bf16,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI.bfloat16(),)

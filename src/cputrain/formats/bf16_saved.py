@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import bf16_saving
-from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, product_in_fp32, weight_grad_in_fp32
+from cputrain.formats.base import Call, Format, OutputGrad, Saved, Use, added, product_in_fp32, weight_grad_in_fp32
 from cputrain.formats.fp32 import Fp32OutputGrad
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
@@ -31,6 +31,7 @@ class _Call(Call):
         out = workspace.floats(use.scratch, x.shape[0], weight.out_features) if use.scratch else use.out
         y = product_in_fp32(x, weight.dense(), None if use.as_saved else bias, out)
         # Rounded before attention reads it: its backward must find the log-sum-exp of what it reads.
+        y = added(y, use.plus)
         y = bf16_saving.rounded(y, bias) if use.as_saved else y
         return y, () if not use.save else (x,) if use.held else bf16_saving.as_bf16(x)
 

@@ -10,6 +10,7 @@ from cputrain.formats.base import (
     OutputGrad,
     Saved,
     Use,
+    added,
     input_grad_in_fp32,
     product_in_fp32,
     weight_grad_in_fp32,
@@ -28,7 +29,7 @@ class Fp32(Format):
 
 class Fp32Call(Call):
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
-        return product_in_fp32(x, weight.dense(), bias, use.out), (x,) if use.save else ()
+        return added(product_in_fp32(x, weight.dense(), bias, use.out), use.plus), (x,) if use.save else ()
 
     def save_input(self, x_TI: Tensor) -> Saved:
         return (x_TI,)

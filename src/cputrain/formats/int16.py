@@ -16,6 +16,7 @@ from cputrain.formats import int16_matmul as matmul
 from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use
 from cputrain.formats.fp32 import FP32
 from cputrain.formats.int16_guard import Guard, Watch
+from cputrain.formats.stored import Stored
 from cputrain.formats.weights import Weight
 from cputrain.native import workspace
 from cputrain.native.operands import underlying
@@ -28,6 +29,10 @@ _PART, _FEWEST = 8192, 16384
 def _parts(out_features: int) -> list[slice]:
     width = out_features if out_features < _FEWEST else _PART
     return [slice(begin, min(begin + width, out_features)) for begin in range(0, out_features, max(width, 1))]
+
+
+def _of(panels: Tensor | Stored, part: slice) -> Tensor | Stored:
+    return panels[part] if isinstance(panels, Tensor) else panels.part(part)
 
 
 class _Latest(threading.local):
@@ -93,26 +98,33 @@ class Int16Call(Call):
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
         rows, columns = _latest.packed(x, use.save)
-        w_OI = weight.dense()
-        y = self._product(rows, w_OI, bias, use.out)
-        self.watch.look_at_rows("a forward product", x, w_OI)
+        y = self._product(rows, weight, bias, use.out, use.plus)
+        if self.watch.looks:
+            self.watch.look_at_rows("a forward product", x, weight.dense())
         return y, () if columns is None else self._saved(x, columns)
 
     def forward_activated(
         self, x: Activated, weight: Weight, bias: Tensor | None, *, scratch: str = ""
     ) -> tuple[Tensor, Tensor]:
-        w_OI = weight.dense()
-        y = self._product(x.packed(), w_OI, bias)
+        y = self._product(x.packed(), weight, bias)
         if self.watch.looks:
-            self.watch.look_at_rows("a forward product", x.values()[0], w_OI)
+            self.watch.look_at_rows("a forward product", x.values()[0], weight.dense())
         return y, x.h
 
     @staticmethod
-    def _product(rows: matmul.Operand, w_OI: Tensor, bias_O: Tensor | None, out: Tensor | None = None) -> Tensor:
-        y = torch.empty(rows.vectors, w_OI.shape[0]) if out is None else out
-        for part in _parts(w_OI.shape[0]):
+    def _product(
+        rows: matmul.Operand,
+        weight: Weight,
+        bias_O: Tensor | None,
+        out: Tensor | None = None,
+        plus: tuple[Tensor, Tensor] | None = None,
+    ) -> Tensor:
+        y = torch.empty(rows.vectors, weight.out_features) if out is None else out
+        panels = weight.panels()
+        for part in _parts(weight.out_features):
             bias = None if bias_O is None else bias_O[part]
-            matmul.product(rows, matmul.by_rows(w_OI[part], "right"), out=y[:, part], bias=bias)
+            term = None if plus is None else (matmul.by_rows(plus[0], "left"), matmul.by_rows(plus[1][part], "right"))
+            matmul.product(rows, matmul.by_rows(_of(panels, part), "right"), out=y[:, part], bias=bias, plus=term)
         return y
 
     def save_input(self, x_TI: Tensor) -> Saved:
@@ -137,13 +149,14 @@ class _OutputGrad(OutputGrad):
         self.bias = None if not bias else dy_TO.new_empty(dy_TO.shape[1]) if weight else dy_TO.sum(0)
 
     def input(self, weight: Weight, *, add_to: Tensor | None = None, scratch: str = "") -> Tensor:
-        w_OI, out = weight.dense(), add_to
-        self._watch.look_at_rows("an input gradient", self.dy, w_OI, transposed=True)
+        panels, out = weight.panels(), add_to
+        if self._watch.looks:
+            self._watch.look_at_rows("an input gradient", self.dy, weight.dense(), transposed=True)
         if out is None:
             shape = self.dy.shape[0], weight.in_features
             out = workspace.floats(scratch, *shape) if scratch else self.dy.new_empty(shape)
         for part in _parts(weight.out_features):
-            left, right = matmul.by_rows(self.dy[:, part], "left"), matmul.by_columns(w_OI[part], "right")
+            left, right = matmul.by_rows(self.dy[:, part], "left"), matmul.by_columns(_of(panels, part), "right")
             matmul.product(left, right, out=out, accumulate=add_to is not None or part.start > 0)
         return out
 

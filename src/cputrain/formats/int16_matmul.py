@@ -29,9 +29,11 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.formats.stored import Stored
 from cputrain.native.operands import address, contiguous, is_bf16, require, rows_of, saved_dtype
 
 Role = Literal["left", "right"]
+_STORED = 2  # kStoredSource of csrc/api.h
 _ROLES = {"left": 0, "right": 1}
 # As in csrc/kernels/matmul_layout.h and matmul_quantise.h.
 _MOST, _NORM, _LARGEST, _UNIT = 512, 46300.0, 32767.0, 4096.0
@@ -42,12 +44,18 @@ class _Operand(ctypes.Structure):
 
     _fields_ = [
         ("source", ctypes.c_void_p),
-        ("bf16", ctypes.c_int64),
+        ("kind", ctypes.c_int64),
         ("stride", ctypes.c_int64),
         ("by_columns", ctypes.c_int64),
         ("sums", ctypes.c_void_p),
         ("packed", ctypes.c_void_p),
     ]
+
+
+class _Term(ctypes.Structure):
+    """Int16Term of csrc/api.h."""
+
+    _fields_ = [("left", _Operand), ("right", _Operand), ("depth", ctypes.c_int64)]
 
 
 @dataclass(frozen=True)
@@ -58,7 +66,7 @@ class Operand:
     vectors: int
     depth: int
     role: Role
-    source: Tensor | None = None
+    source: Tensor | Stored | None = None
     columns: bool = False
     sums: Tensor | None = None
 
@@ -66,6 +74,11 @@ class Operand:
         memory, source = self._address(), self.source
         if source is None:
             return _Operand(None, 0, 0, 0, None, memory)
+        if isinstance(source, Stored):
+            weight = source.native()
+            operand = _Operand(ctypes.addressof(weight), _STORED, source.cols, int(self.columns), None, memory)
+            operand.weight = weight  # which lives as long
+            return operand
         shape = (self.depth, self.vectors) if self.columns else (self.vectors, self.depth)
         place, stride = rows_of("int16 operand: x", source, shape, saved_dtype(source))
         sums = address("int16 operand: sums", self.sums, self.vectors)
@@ -98,15 +111,19 @@ def _checked(x: Tensor, sums: Tensor | None = None) -> Tensor:
     return x if x.shape[1] <= 1 or x.stride(1) == 1 else x.contiguous()
 
 
-def by_rows(x: Tensor, role: Role) -> Operand:
+def by_rows(x: Tensor | Stored, role: Role) -> Operand:
     """The rows of `x` as vectors; packed when they are multiplied."""
+    if isinstance(x, Stored):
+        return Operand(_memory(x.rows, x.cols, role), x.rows, x.cols, role, x)
     x = _checked(x)
     rows, cols = x.shape
     return Operand(_memory(rows, cols, role), rows, cols, role, x)
 
 
-def by_columns(x: Tensor, role: Role, sums: Tensor | None = None) -> Operand:
+def by_columns(x: Tensor | Stored, role: Role, sums: Tensor | None = None) -> Operand:
     """The columns of `x` as vectors; packed when they are multiplied. `sums` receives their sums then."""
+    if isinstance(x, Stored):
+        return Operand(_memory(x.cols, x.rows, role), x.cols, x.rows, role, x, True)
     x = _checked(x, sums)
     rows, cols = x.shape
     return Operand(_memory(cols, rows, role), cols, rows, role, x, True, sums)
@@ -148,14 +165,19 @@ def pack_activated(h: Tensor, bias: Tensor | None, activation: int) -> Operand:
 
 
 def product(
-    left: Operand, right: Operand, out: Tensor | None = None, bias: Tensor | None = None, accumulate: bool = False
+    left: Operand,
+    right: Operand,
+    out: Tensor | None = None,
+    bias: Tensor | None = None,
+    accumulate: bool = False,
+    plus: tuple[Operand, Operand] | None = None,
 ) -> Tensor:
-    """out[r, c] = left vector r · right vector c (+ bias[c]) (+ out[r, c] if `accumulate`)."""
-    if left.depth != right.depth or (left.role, right.role) != ("left", "right"):
-        raise ValueError(
-            f"product: needs a left and a right operand of one depth, found {left.role} of depth {left.depth} and "
-            f"{right.role} of depth {right.depth}."
-        )
+    """out[r, c] = left vector r · right vector c (+ the same of `plus`) (+ bias[c]) (+ out[r, c] if `accumulate`)."""
+    _check_sides(left, right)
+    if plus is not None:
+        _check_sides(*plus)
+        if (plus[0].vectors, plus[1].vectors) != (left.vectors, right.vectors) or left.columns:
+            raise ValueError("product: what is added must have the same vectors, and the left side be packed by rows.")
     if out is None:
         if accumulate:
             raise ValueError("product: accumulate needs an `out` to add to.")
@@ -165,12 +187,22 @@ def product(
     if stride < right.vectors and left.vectors > 1:
         raise ValueError(f"product: the rows of out overlap, {stride} apart.")
     (bias,), sides = contiguous(bias), (left._native(), right._native())
+    term = None if plus is None else _Term(plus[0]._native(), plus[1]._native(), plus[0].depth)
     native.kernels().int16_product(
         *(ctypes.addressof(sides[0]), ctypes.addressof(sides[1]), place, stride),
         *(left.vectors, right.vectors, left.depth),
+        None if term is None else ctypes.addressof(term),
         *(address("product: bias", bias, right.vectors), int(accumulate)),
     )
     return out
+
+
+def _check_sides(left: Operand, right: Operand) -> None:
+    if left.depth != right.depth or (left.role, right.role) != ("left", "right"):
+        raise ValueError(
+            f"product: needs a left and a right operand of one depth, found {left.role} of depth {left.depth} and "
+            f"{right.role} of depth {right.depth}."
+        )
 
 
 def linear_forward(x_TI: Tensor, w_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:

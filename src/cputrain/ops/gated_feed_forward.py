@@ -20,7 +20,7 @@ from cputrain.ops.activation import plain as activation_plain
 from cputrain.ops.gradient import fp32_backward
 
 
-def _gated(g_TM: Tensor, u_TM: Tensor, kind: str) -> Tensor:
+def gated(g_TM: Tensor, u_TM: Tensor, kind: str) -> Tensor:
     count, out = g_TM.numel(), workspace.floats("middle", *g_TM.shape)
     native.kernels().gated(
         *(address("gated: gate", g_TM, count), address("gated: up", u_TM, count)),
@@ -29,7 +29,7 @@ def _gated(g_TM: Tensor, u_TM: Tensor, kind: str) -> Tensor:
     return out
 
 
-def _gated_backward(
+def gated_backward(
     grad_TM: Tensor, g_TM: Tensor, u_TM: Tensor, kind: str, value: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """The gradients of gate, written over `grad_TM`, and up; `value` receives what the gate lets through."""
@@ -50,7 +50,7 @@ class _GatedFeedForward(torch.autograd.Function):
         wants = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
         g_TM, saved = ctx.call.forward(x_TH, Dense(gate), gate_bias, save=wants)
         u_TM, _ = ctx.call.forward(x_TH, Dense(up), up_bias, save=False)
-        y_TH, _ = ctx.call.forward(_gated(g_TM, u_TM, kind), Dense(down), down_bias, save=False)
+        y_TH, _ = ctx.call.forward(gated(g_TM, u_TM, kind), Dense(down), down_bias, save=False)
         ctx.save_for_backward(g_TM, u_TM, gate, up, down, *saved)
         return y_TH
 
@@ -61,7 +61,7 @@ class _GatedFeedForward(torch.autograd.Function):
         need_x, need_gate, need_gate_bias, need_up, need_up_bias, need_down, need_down_bias, *_ = ctx.needs_input_grad
         last = ctx.call.output_grad(grad_TH.contiguous(), weight=need_down, bias=need_down_bias)
         value = workspace.floats("middle", *g_TM.shape) if need_down else None
-        grads = _gated_backward(last.input(Dense(down), scratch="middle_grad"), g_TM, u_TM, ctx.kind, value)
+        grads = gated_backward(last.input(Dense(down), scratch="middle_grad"), g_TM, u_TM, ctx.kind, value)
         grad_down = None
         if value is not None:
             (grad_down,) = last.weight(Dense(down), ctx.call.save_input(value))
