@@ -18,12 +18,14 @@ import time
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import bound
 from interleaved import Answer, Side, environment, in_turns, median_ratio, peak_memory_mb, serve, usable_cores
 from machine import description, facts_table, report_path, table
 
 VOCABULARY = 30522
 DROPOUT = 0.1
 PADDED_LENGTH = 384
+BOUND_BATCHES = 2  # whose parts are measured alone
 
 # Percentiles 0, 1, ... 100 of the tokens per feature in SQuAD v1.1 train (78,161 unambiguous questions) under BERT's
 # uncased WordPiece vocabulary at max_seq_length 384, doc_stride 128: mean 169, median 158, 95th percentile 290.
@@ -79,22 +81,24 @@ class Settings:
     model: str
     lengths: str
     batch: int
+    length: int
     threads: int
     dtype: str
     padding: str
     seed: int
 
 
-def sample_lengths(kind: str, batch: int, seed: int) -> list[int]:
+def sample_lengths(kind: str, batch: int, seed: int, length: int = PADDED_LENGTH) -> list[int]:
     """Real tokens of each row: all of them, or drawn from SQuAD's distribution."""
     import torch
 
     if kind == "full":
-        return [PADDED_LENGTH] * batch
+        return [length] * batch
     place = torch.rand(batch, generator=torch.Generator().manual_seed(seed)) * (len(SQUAD_PERCENTILES) - 1)
     below, share = place.long(), place.frac()
     percentiles = torch.tensor(SQUAD_PERCENTILES, dtype=torch.float32)
-    return torch.lerp(percentiles[below], percentiles[below + 1], share).round().long().tolist()
+    tokens = torch.lerp(percentiles[below], percentiles[below + 1], share).round().long()
+    return tokens.clamp(max=length).tolist()
 
 
 def is_ours(side: str) -> bool:
@@ -133,9 +137,10 @@ class Training:
     def batch(self, number: int) -> tuple[dict[str, Any], list[int]]:
         import torch
 
-        generator = torch.Generator().manual_seed(self.settings.seed * 1000 + number)
-        lengths = sample_lengths(self.settings.lengths, self.settings.batch, self.settings.seed * 1000 + number)
-        mask = (torch.arange(PADDED_LENGTH) < torch.tensor(lengths)[:, None]).long()
+        settings, seed = self.settings, self.settings.seed * 1000 + number
+        generator = torch.Generator().manual_seed(seed)
+        lengths = sample_lengths(settings.lengths, settings.batch, seed, settings.length)
+        mask = (torch.arange(settings.length) < torch.tensor(lengths)[:, None]).long()
         ids = torch.randint(1000, VOCABULARY, mask.shape, generator=generator) * mask
         answers = (torch.rand(2, len(lengths), generator=generator) * torch.tensor(lengths)).long().sort(0).values
         batch = {"input_ids": ids, "attention_mask": mask, "token_type_ids": torch.zeros_like(ids)}
@@ -184,13 +189,14 @@ def run_side(name: str, settings: Settings) -> None:
             "step": training.step,
             "memory": lambda: {"peak_mb": peak_memory_mb()},
             "peak": matmul_peak,
+            "bound": lambda: bound.share_of_bound(training.step, range(BOUND_BATCHES)),
         }
     )
 
 
 def compare(settings: Settings, arguments: argparse.Namespace) -> Answer:
     """All that one row of the report says."""
-    steps, memories, peaks = [], [], []
+    steps, memories, peaks, parts = [], [], [], {}
     for start in range(arguments.starts):
         names = [arguments.baseline, arguments.against][:: -1 if start % 2 else 1]
         sides = [
@@ -204,10 +210,12 @@ def compare(settings: Settings, arguments: argparse.Namespace) -> Answer:
             # Memory first: the matrix product below would add its own.
             memories.append([side.ask("memory")["peak_mb"] for side in sides])
             peaks += [sides[0].ask("peak")["gflops"] for _ in range(3)]
+            if is_ours(arguments.against):
+                parts = sides[1].ask("bound")
         finally:
             for side in sides:
                 side.close()
-    return summary(settings, steps, [max(of_side) for of_side in zip(*memories, strict=True)], max(peaks))
+    return summary(settings, steps, [max(of_side) for of_side in zip(*memories, strict=True)], max(peaks)) | parts
 
 
 def summary(settings: Settings, pairs: list[list[Answer]], memory: list[float], peak: float) -> Answer:
@@ -246,7 +254,7 @@ def row(result: Answer) -> dict[str, str]:
     low, high = result["ratio_quartiles"]
     return {
         "model": result["model"],
-        "batch": f"{result['batch']} x {PADDED_LENGTH}",
+        "batch": f"{result['batch']} x {result['length']}",
         "lengths (mean)": f"{result['lengths']} ({result['mean_real_tokens']:.0f})",
         "steps": str(result["steps"]),
         "stock s": f"{result['stock_seconds']:.2f}",
@@ -257,7 +265,23 @@ def row(result: Answer) -> dict[str, str]:
         "ours MB": f"{result['ours_peak_mb']:.0f}",
         "memory": f"{result['memory_ratio']:.2f}",
         "share of peak, stock / ours": f"{result['stock_share_of_peak']:.0%} / {result['ours_share_of_peak']:.0%}",
+        "share of the bound": f"{result['share_of_bound']:.2f}" if "share_of_bound" in result else "",
+        "products": f"{result['products_share']:.2f}" if "products_share" in result else "",
     }
+
+
+def parts_table(results: list[Answer]) -> str:
+    """Where our step's time goes, beside what each part takes alone."""
+    groups = list(dict.fromkeys(name for result in results for name in result.get("parts", {})))
+    rows = [
+        {"ms in the step / alone": name}
+        | {
+            f"{result['model']} {result['lengths']}": " / ".join(f"{ms:.1f}" for ms in result["parts"].get(name, []))
+            for result in results
+        }
+        for name in groups
+    ]
+    return f"{bound.__doc__}\n{table(rows)}\n" if rows else ""
 
 
 def report(results: list[Answer], arguments: argparse.Namespace) -> str:
@@ -281,6 +305,7 @@ def report(results: list[Answer], arguments: argparse.Namespace) -> str:
         "the arithmetic of real tokens only. On a busy machine the ratio of CPU time is the steadier one.\n\n"
         + table([row(result) for result in results])
         + "\n"
+        + parts_table(results)
         + facts_table(description() | settings)
     )
 
@@ -292,6 +317,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--baseline", default="stock", choices=list(BASELINES), help="what it is compared with")
     parser.add_argument("--against", default="cputrain", choices=["cputrain", "stock"])
     parser.add_argument("--batch", type=int, help="rows of a batch (minilm 12, base 4, large 2)")
+    parser.add_argument("--length", type=int, default=PADDED_LENGTH, help="tokens of a row, padding included")
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument(
@@ -320,7 +346,7 @@ def main() -> None:
     for model in arguments.model:
         for lengths in arguments.lengths:
             batch = arguments.batch or SHAPES[model].batch
-            shared = (arguments.threads, arguments.dtype, arguments.padding, arguments.seed)
+            shared = (arguments.length, arguments.threads, arguments.dtype, arguments.padding, arguments.seed)
             results.append(compare(Settings(model, lengths, batch, *shared), arguments))
     text = report(results, arguments)
     print(json.dumps(results, indent=2) if arguments.json else text)

@@ -17,7 +17,7 @@ from cputrain.blocks import config_view, encoder, head, lora, recognise
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
 from cputrain.log import logger
-from cputrain.native import workspace
+from cputrain.native import recycled, workspace
 from cputrain.optimizers import clipping, takeover
 from cputrain.patching import bind
 from cputrain.patching.bind import Patches
@@ -180,6 +180,7 @@ def restore(model: nn.Module) -> nn.Module:
         _give_optimizer_back(part)
     if not _clipping:  # no other model in this process is optimised
         workspace.clear()
+        recycled.clear()
         memory.release()
     return model
 

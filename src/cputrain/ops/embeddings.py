@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.native import recycled
 from cputrain.native.operands import address, contiguous, require
 from cputrain.ops import norm
 from cputrain.ops.dropout import draw_key
@@ -27,7 +28,7 @@ def embedding_grad(grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: i
     rows, cols = grad_rows.shape
     ids = _flat_ids(ids)
     _check_ids("ids", ids, rows, num_rows)  # again: code that shares their memory may have changed them since
-    grad = grad_rows.new_zeros(num_rows, cols)
+    grad = recycled.zeros(num_rows, cols)
     native.kernels().embedding_grad(
         address("embedding_grad: rows", grad_rows, rows * cols),
         address("embedding_grad: ids", ids, rows, torch.int64),

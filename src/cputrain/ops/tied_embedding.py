@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 
 from cputrain import native
+from cputrain.native import recycled
 from cputrain.native.operands import address
 from cputrain.ops.gradient import fp32_backward
 
@@ -76,7 +77,7 @@ class _TiedEmbedding(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         (ids,) = ctx.saved_tensors
         held = ctx.table.held_by_autograd()
-        total = grad.new_zeros(ctx.shape) if held is None else held
+        total = recycled.zeros(*ctx.shape) if held is None else held
         _add_rows(grad.contiguous(), ids.contiguous(), total, ctx.padding_id)
         ctx.table.done(ctx.waiting)
         return total if held is None else None, None, None
