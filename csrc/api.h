@@ -188,8 +188,11 @@ struct AttentionProblem {
   const int64_t *starts, *lengths;  // of the sequences, in tokens
   const int64_t* order;             // the sequences' numbers, longest first
   int64_t sequences, total, heads, kv_heads, size, causal;
-  int64_t bf16;  // q, k and v are bf16
+  int64_t window;  // keys further away than this are hidden; negative: none is
+  int64_t bf16;    // q, k and v are bf16
   float scale, p;
+  float cap;           // scores become cap · tanh(score / cap), before the bias; 0: they stay
+  const float* sinks;  // of each head, a score of no key that the softmax counts; or null
   uint64_t key;
 };
 // What backward reads (out) and writes. Into bias.data it adds.
@@ -199,7 +202,7 @@ struct AttentionGradients {
 };
 
 // out = dropout(softmax(scale · q kᵀ + bias)) v within each sequence. Tokens of no sequence are not
-// touched.
+// touched. The gradient of sinks follows from lse: it is left to the caller.
 CPUTRAIN_EXPORT void KERNEL(attention_forward)(const AttentionProblem* problem, Scratch* scratch);
 CPUTRAIN_EXPORT void KERNEL(attention_backward)(const AttentionProblem* problem,
                                                 const AttentionGradients* gradients,

@@ -9,6 +9,7 @@
 #include "bf16.h"
 #include "random.h"
 #include "scratch.h"
+#include "tanh.h"
 #include "tile_product.h"
 
 namespace {
@@ -58,8 +59,10 @@ inline T* head_rows(const HeadTensor& x, int64_t token, int64_t head) {
 struct Head {
   int64_t start, length, number;
   bool causal;
+  int64_t window;     // or negative
   const float* bias;  // of this sequence and head, or null
   int64_t bias_stride;
+  float cap;  // of scores that carry log2 e, or 0
   DropoutRate rate;
   uint64_t key;
   uint64_t first_row;  // the generator's number of the first query
@@ -73,18 +76,52 @@ inline Head head_of(const AttentionProblem& problem, int64_t sequence, int64_t h
       problem.lengths[sequence],
       head,
       problem.causal != 0,
+      problem.window,
       bias.data ? bias.data + sequence * bias.sequence_stride + head * bias.head_stride : nullptr,
       bias.row_stride,
+      problem.cap * kLog2e,
       DropoutRate(problem.p),
       problem.key,
       (uint64_t)(head * problem.total + start)};
 }
 
-// How many of the keys first_key … first_key + keys the query attends to.
-inline int64_t visible_keys(const Head& head, int64_t query, int64_t first_key, int64_t keys) {
-  if (!head.causal) return keys;
-  const int64_t visible = query + 1 - first_key;
-  return visible < 0 ? 0 : least(visible, keys);
+// Tokens from … to - 1 of a sequence; none if to <= from.
+struct Range {
+  int64_t from, to;
+};
+
+inline Range overlap(Range a, Range b) {
+  return {a.from > b.from ? a.from : b.from, least(a.to, b.to)};
+}
+
+// Which keys at least one of the queries attends to.
+inline Range keys_of(const Head& head, Range queries) {
+  Range keys{0, head.causal ? queries.to : head.length};
+  if (head.window >= 0)
+    keys = overlap(keys, {queries.from - head.window, queries.to + head.window});
+  return keys;
+}
+
+// Which queries attend to at least one of the keys: causal attention seen from the other side.
+inline Range queries_of(const Head& head, Range keys) {
+  Range queries{head.causal ? keys.from : 0, head.length};
+  if (head.window >= 0)
+    queries = overlap(queries, {keys.from - head.window, keys.to + head.window});
+  return queries;
+}
+
+// From the beginning of a block, as tiles must.
+inline Range from_block(Range keys) { return {keys.from / kDropoutBlock * kDropoutBlock, keys.to}; }
+
+// The keys of a tile that one query attends to, counted from the tile's first.
+inline Range visible_keys(const Head& head, int64_t query, int64_t first_key, int64_t keys) {
+  const Range seen = overlap(keys_of(head, {query, query + 1}), {first_key, first_key + keys});
+  return seen.from < seen.to ? Range{seen.from - first_key, seen.to - first_key} : Range{0, 0};
+}
+
+// Where the tile of keys ends that begins at or behind a tile's first key.
+inline int64_t tile_end(int64_t key, int64_t end) {
+  return least((key / kKeyTile + 1) * kKeyTile, end);
 }
 
 // Rows of one head are as far apart as the whole hidden size, too far for the hardware to foresee
@@ -163,17 +200,17 @@ inline int64_t transposed_offset(int64_t key, int64_t size) {
   return key / kKeyTile * size * kScoreStride + key % kKeyTile;
 }
 
-// Copies L × d into tiles of d × kKeyTile, each kScoreStride wide; keys beyond L up to a whole
-// vector are zero.
+// Copies some keys (from a block's beginning) of L × d into tiles of d × kKeyTile, each
+// kScoreStride wide; keys beyond the last up to a whole vector are zero.
 template <class T>
-inline void pack_transposed(const T* from, int64_t from_stride, int64_t length, int64_t size,
+inline void pack_transposed(const T* from, int64_t from_stride, Range keys, int64_t size,
                             float* to) {
-  for (int64_t first = 0; first < length; first += kWidth) {
+  for (int64_t first = keys.from; first < keys.to; first += kWidth) {
     float* tile = to + transposed_offset(first, size);
     const T* rows = from + first * from_stride;
     for (int r = 0; r < kWidth; r++) prefetch_row<false>(rows + (kWidth + r) * from_stride, size);
     for (int64_t c = 0; c < size; c += kWidth) {
-      const int64_t height = length - first, width = size - c;
+      const int64_t height = keys.to - first, width = size - c;
       if (height >= kWidth && width >= kWidth)
         transpose_square<true>(rows + c, from_stride, kWidth, kWidth, tile + c * kScoreStride,
                                kScoreStride);
@@ -184,6 +221,19 @@ inline void pack_transposed(const T* from, int64_t from_stride, int64_t length, 
   }
 }
 
+// Caps scores. The backward pass asks for the slopes, 1 - tanh²(score / cap), and gives them a
+// tile.
+inline void cap_scores(float cap, int64_t queries, int64_t columns, float* scores, float* slopes) {
+  const float inverse = 1.f / cap;
+  for (int64_t r = 0; r < queries; r++)
+    for (int64_t c = 0; c < columns; c += kWidth) {
+      const int64_t at = r * kScoreStride + c;
+      const Vec x = tanh_of(load(scores + at) * inverse);
+      store(scores + at, x * cap);
+      if (slopes) store(slopes + at, 1.f - x * x);
+    }
+}
+
 // Adds the bias (scores are multiplied by log2 e already), and gives masked keys the score
 // -infinity up to the next whole block of dropout columns.
 inline void finish_scores(const Head& head, int64_t first_query, int64_t queries, int64_t first_key,
@@ -191,12 +241,13 @@ inline void finish_scores(const Head& head, int64_t first_query, int64_t queries
   const int64_t padded = round_up(keys, kDropoutBlock);
   for (int64_t r = 0; r < queries; r++) {
     float* row = scores + r * kScoreStride;
-    const int64_t visible = visible_keys(head, first_query + r, first_key, keys);
+    const Range visible = visible_keys(head, first_query + r, first_key, keys);
     if (head.bias) {
       const float* bias = head.bias + (first_query + r) * head.bias_stride + first_key;
-      for (int64_t c = 0; c < visible; c++) row[c] += bias[c] * kLog2e;
+      for (int64_t c = visible.from; c < visible.to; c++) row[c] += bias[c] * kLog2e;
     }
-    for (int64_t c = visible; c < padded; c++) row[c] = -__builtin_inff();
+    for (int64_t c = 0; c < visible.from; c++) row[c] = -__builtin_inff();
+    for (int64_t c = visible.to; c < padded; c++) row[c] = -__builtin_inff();
   }
 }
 

@@ -30,10 +30,14 @@ inline float row_maximum(const float* row, int64_t columns) {
   return max_lane(max(a, b));
 }
 
-void start(const Head& head, int64_t first_query, int64_t queries, Progress& progress) {
+// A sink is a score of every query that was met already, with a value of 0.
+void start(const Head& head, int64_t first_query, int64_t queries, const float* sink,
+           Progress& progress) {
   for (int64_t r = 0; r < kQueryTile; r++) {
-    progress.maximum[r] = -__FLT_MAX__;  // not -infinity, from which -infinity can't be subtracted
+    // not -infinity, from which -infinity can't be subtracted
+    progress.maximum[r] = sink ? *sink * kLog2e : -__FLT_MAX__;
     progress.sum[r] = Vec{};
+    if (sink) progress.sum[r][0] = 1.f;
     if (r < queries) progress.row_key[r] = row_key(head.key, head.first_row + first_query + r);
   }
 }
@@ -114,19 +118,23 @@ void query_tile(const AttentionProblem& problem, const Head& head, const Keys& k
                 int64_t first_query, const Workspace& work) {
   const int64_t queries = least(kQueryTile, head.length - first_query),
                 padded = round_up(problem.size, kWidth);
-  const int64_t end = head.causal ? first_query + queries : head.length;
+  const Range range =
+      from_block(overlap(keys_of(head, {first_query, first_query + queries}), {0, head.length}));
   Progress progress;
-  start(head, first_query, queries, progress);
+  start(head, first_query, queries, problem.sinks ? problem.sinks + head.number : nullptr,
+        progress);
   pack_rows(head_rows<T>(problem.q, head.start + first_query, head.number), problem.q.token_stride,
             queries, problem.size, problem.scale * kLog2e, work.queries, keys.stride);
   memset(work.sums, 0, queries * keys.stride * sizeof(float));
-  for (int64_t first_key = 0; first_key < end; first_key += kKeyTile) {
-    const int64_t count = least(kKeyTile, end - first_key),
-                  columns = round_up(count, kDropoutBlock);
+  for (int64_t first_key = range.from, next; first_key < range.to; first_key = next) {
+    next = tile_end(first_key, range.to);
+    const int64_t count = next - first_key, columns = round_up(count, kDropoutBlock);
     const float* transposed = keys.transposed + transposed_offset(first_key, problem.size);
     tile_product<Form::kPlain, Result::kAssign>(
         queries, round_up(count, kWidth), problem.size, {work.queries, keys.stride},
         {transposed, kScoreStride}, work.scores, kScoreStride);
+    if (head.cap != 0.f)
+      cap_scores(head.cap, queries, round_up(count, kWidth), work.scores, nullptr);
     finish_scores(head, first_query, queries, first_key, count, work.scores);
     raise_maxima(work.scores, queries, columns, padded, progress, work.sums, keys.stride);
     exponentiate(head, queries, first_key, columns, work.scores, progress);
@@ -151,10 +159,13 @@ void attend(const AttentionProblem& problem, int64_t sequence, int64_t kv_head, 
   work.queries = keys.values + max_length * stride;
   work.sums = work.queries + kQueryTile * stride;
   work.scores = work.sums + kQueryTile * stride;
-  pack_transposed(head_rows<T>(problem.k, start, kv_head), problem.k.token_stride, length,
+  const Range range = from_block(overlap(
+      keys_of(head_of(problem, sequence, kv_head * group), {from * kQueryTile, to * kQueryTile}),
+      {0, length}));
+  pack_transposed(head_rows<T>(problem.k, start, kv_head), problem.k.token_stride, range,
                   problem.size, keys.transposed);
-  pack_rows(head_rows<T>(problem.v, start, kv_head), problem.v.token_stride, length, problem.size,
-            1.f, keys.values, stride);
+  pack_rows(head_rows<T>(problem.v, start + range.from, kv_head), problem.v.token_stride,
+            range.to - range.from, problem.size, 1.f, keys.values + range.from * stride, stride);
   for (int64_t h = kv_head * group; h < (kv_head + 1) * group; h++) {
     const Head head = head_of(problem, sequence, h);
     for (int64_t tile = from; tile < to; tile++)

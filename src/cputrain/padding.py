@@ -77,7 +77,8 @@ class PaddingMask(StandIn):
     """A padded batch: `real` (batch, length) is True at tokens, None if all are; `make_stock` builds stock's mask.
 
     It stands for that mask: model code that works on masks gets stock's. `causal` is None if the mask hides more than
-    padding and what is to come (windows, chunks): only stock's says what.
+    padding, what is to come, tokens further away than `window` and those of other sequences `packed` into the rows
+    (chunks, blocks of images): only stock's says what.
     """
 
     batch: int
@@ -85,6 +86,8 @@ class PaddingMask(StandIn):
     real: Tensor | None
     causal: bool | None
     make_stock: Callable[[], Tensor | None]
+    window: int | None = None
+    packed: Sequences | None = None
     # Why the layers that got it keep the padding ("" if nothing speaks against dropping it), once that was asked.
     kept_because: str | None = None
 
@@ -100,7 +103,7 @@ class PaddingMask(StandIn):
         """The same batch without its padding."""
         assert self.real is not None
         sequences, place = Sequences.from_lengths(self.real.sum(1)), self.real.flatten().nonzero().squeeze(1)
-        return RaggedTokens(sequences, self.causal, place, self.batch, self.length, self.make_stock)
+        return RaggedTokens(sequences, self.causal, place, self.batch, self.length, self.make_stock, self.window)
 
 
 @dataclass(eq=False)
@@ -113,12 +116,20 @@ class RaggedTokens:
     batch: int
     length: int
     make_stock: Callable[[], Tensor | None]
+    window: int | None = None  # of the padded batch's places
     _gathered: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     @cached_property
     def stock(self) -> Tensor | None:
         """Stock's mask of the padded batch."""
         return self.make_stock()
+
+    @cached_property
+    def without_holes(self) -> bool:
+        """Whether the tokens of every sequence stood side by side, so that distances are what they were."""
+        within = torch.ones(len(self.place), dtype=torch.bool)
+        within[self.sequences.starts[self.sequences.lengths > 0]] = False
+        return bool((self.place.diff() == 1)[within[1:]].all())
 
     @cached_property
     def begins_rows(self) -> bool:

@@ -6,7 +6,9 @@ namespace {
 struct Problem {
   int64_t heads, kv_heads, size, total = 0, longest = 0;
   bool causal, bf16, has_bias, bias_per_sequence, bias_per_head;
-  float p, scale = 0.3f;
+  int64_t window = -1;
+  float p, scale = 0.3f, cap = 0.f;
+  std::vector<float> sinks;
   uint64_t key;
   std::vector<int64_t> starts, lengths, order;
 
@@ -25,8 +27,11 @@ struct Problem {
       order.insert(order.begin(), (int64_t)order.size());
     }
     total += random.below(2);
+    if (random.coin()) window = random.pick<int64_t>({0, 1, 5, 31, 64, 200});
+    if (random.coin()) cap = 2.f;
+    for (int64_t h = random.coin() ? heads : 0; h > 0; h--) sinks.push_back(random.normal());
     describe("attention", heads, kv_heads, size, total, longest, lengths.size(), causal, bf16,
-             has_bias, bias_per_sequence, bias_per_head, p);
+             has_bias, bias_per_sequence, bias_per_head, p, window, cap, sinks.size());
   }
   // Whole copies of a gradient for those that share one.
   BiasTensor bias(float* data) const {
@@ -77,20 +82,28 @@ Expected formulas(const Problem& problem, Heads<T>& q, Heads<T>& k, Heads<T>& v,
     for (int64_t h = 0; h < problem.heads; h++)
       for (int64_t i = 0; i < problem.lengths[s]; i++) {
         const int64_t start = problem.starts[s], other = h / group, row = start + i;
-        const int64_t keys = problem.causal ? i + 1 : problem.lengths[s];
+        const int64_t length = problem.lengths[s], window = problem.window;
+        const int64_t from = window < 0 || window > i ? 0 : i - window;
+        const int64_t behind = window < 0 || i + window >= length ? length : i + window + 1;
+        const int64_t keys = problem.causal ? i + 1 : behind;
         const BiasTensor where = problem.bias(nullptr);
         const int64_t first =
             (int64_t)s * where.sequence_stride + h * where.head_stride + i * where.row_stride;
-        std::vector<double> weights(keys), slopes(keys);
-        double largest = -1e300, total = 0, delta = 0;
-        for (int64_t j = 0; j < keys; j++) {
+        std::vector<double> weights(keys), slopes(keys), caps(keys, 1.);
+        double largest = problem.sinks.empty() ? -1e300 : problem.sinks[h], total = 0, delta = 0;
+        for (int64_t j = from; j < keys; j++) {
           for (int64_t c = 0; c < size; c++)
             weights[j] += q.at(row, h, c) * k.at(start + j, other, c) * problem.scale;
+          if (problem.cap != 0) {
+            const double x = std::tanh(weights[j] / problem.cap);
+            weights[j] = x * problem.cap, caps[j] = 1 - x * x;
+          }
           if (problem.has_bias) weights[j] += bias[first + j];
           largest = std::fmax(largest, weights[j]);
         }
-        for (double& w : weights) total += w = std::exp(w - largest);
-        for (int64_t j = 0; j < keys; j++) {
+        if (!problem.sinks.empty()) total = std::exp(problem.sinks[h] - largest);
+        for (int64_t j = from; j < keys; j++) total += weights[j] = std::exp(weights[j] - largest);
+        for (int64_t j = from; j < keys; j++) {
           weights[j] /= total;
           for (int64_t c = 0; c < size; c++) {
             const double g = grad.at(row, h, c), value = v.at(start + j, other, c);
@@ -100,9 +113,10 @@ Expected formulas(const Problem& problem, Heads<T>& q, Heads<T>& k, Heads<T>& v,
           }
           delta += weights[j] * slopes[j];
         }
-        for (int64_t j = 0; j < keys; j++) {
-          const double d = weights[j] * (slopes[j] - delta);
+        for (int64_t j = from; j < keys; j++) {
+          double d = weights[j] * (slopes[j] - delta);
           if (problem.has_bias) all.bias[first + j] += d;
+          d *= caps[j];
           for (int64_t c = 0; c < size; c++) {
             all.q[(row * problem.heads + h) * size + c] +=
                 problem.scale * d * k.at(start + j, other, c);
@@ -158,9 +172,12 @@ void run(const Problem& problem, Random& random) {
                                     problem.kv_heads,
                                     problem.size,
                                     problem.causal,
+                                    problem.window,
                                     problem.bf16,
                                     problem.scale,
                                     problem.p,
+                                    problem.cap,
+                                    problem.sinks.empty() ? nullptr : problem.sinks.data(),
                                     problem.key};
     const AttentionGradients gradients = {grad.tensor(), dq.tensor(), dk.tensor(), dv.tensor(),
                                           problem.bias(problem.has_bias ? dbias.data() : nullptr)};

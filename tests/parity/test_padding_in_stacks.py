@@ -112,8 +112,7 @@ def test_other_stacks_drop_their_padding(name):
         return
     releases.assert_at_padding(name, found, expected, HOLES)
     releases.assert_padding_dropped(ours, "(the model)", name)
-    capped = "its attention, on padded rows" in str(cputrain.explain(ours))
-    assert capped == (name in ("gemma2", "gpt_oss") and releases.drops_padding(name))  # soft caps and sinks
+    assert "its attention, on padded rows" not in str(cputrain.explain(ours))
 
 
 def test_a_batch_of_nothing_but_padding():
@@ -193,8 +192,8 @@ def test_a_window_as_long_as_the_sequence_is_none(window, plain):
     if not releases.drops_padding("mistral"):
         plain = True  # its layers get stock's mask
     elif not releases.ASKS_MASKS_AT_ONCE:
-        plain = False  # what a mask hides isn't known
-    assert ("its mask hides more" not in str(cputrain.explain(ours))) == plain
+        return  # these masks are put together in other ways
+    assert ("rows have holes" not in str(cputrain.explain(ours))) == plain
 
 
 # ---- caches --------------------------------------------------------------------------------------------------------

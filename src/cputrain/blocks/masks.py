@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+from cputrain.blocks import mask_functions
 from cputrain.padding import PaddingMask
 from cputrain.patching.bind import why_not_transform
 
@@ -26,8 +27,6 @@ _HIDDEN = torch.finfo(torch.bfloat16).min
 def make_ragged_mask(stock: str) -> Callable:
     """The mask factory of `cputrain_ragged_over_<stock>`."""
     from transformers import masking_utils  # not inside: torch.compile of torch 2.8 can't follow it there
-
-    all_see_all = getattr(masking_utils, "bidirectional_mask_function", None)  # transformers 5 has it
 
     def cputrain_mask(*args: Any, **kwargs: Any) -> object:
         factory = masking_utils.ALL_MASK_ATTENTION_FUNCTIONS[stock]
@@ -40,15 +39,31 @@ def make_ragged_mask(stock: str) -> Callable:
         if real is not None and (real.shape != (batch, length) or not real.is_cpu):
             return factory(**kwargs)
         real = None if real is None or bool(real.all()) else real.bool()
-        function = kwargs["mask_function"]
-        causal: bool | None = function is masking_utils.causal_mask_function
-        if not causal and function is not all_see_all:
-            if real is None:
-                return factory(**kwargs)
-            causal = _is_causal(function, batch, length, kwargs.get("use_vmap", True))
-        return PaddingMask(batch, length, real, causal, lambda: factory(**kwargs))
+        mask = PaddingMask(batch, length, real, None, lambda: factory(**kwargs))
+        one_by_one = kwargs.get("use_vmap", True)  # the function answers single numbers only
+        _look(mask, kwargs["mask_function"], one_by_one)
+        return mask if real is not None or mask.causal is not None else mask.stock
 
     return cputrain_mask
+
+
+def _look(mask: PaddingMask, function: Callable, one_by_one: bool) -> None:
+    """Notes what the mask hides beside padding, as far as our attention can hide it."""
+    sight = mask_functions.read(function)
+    if sight is None:
+        if mask.real is not None and not one_by_one:
+            mask.causal = _is_causal(function, mask.batch, mask.length)
+        return
+    before, behind = (None if reach is None or reach >= mask.length - 1 else reach
+                      for reach in (sight.before, sight.behind))  # fmt: skip
+    causal = sight.behind == 0
+    if not causal and before != behind:
+        return
+    if sight.numbers or sight.positions:
+        mask.packed = None if mask.real is not None else mask_functions.packed(sight, mask.batch, mask.length)
+        if mask.packed is None:
+            return
+    mask.causal, mask.window = causal, before
 
 
 def _queries(kwargs: dict[str, Any]) -> tuple[int, int]:
@@ -59,10 +74,8 @@ def _queries(kwargs: dict[str, Any]) -> tuple[int, int]:
     return len(numbers), int(numbers[0])
 
 
-def _is_causal(function: Callable, batch: int, length: int, one_by_one: bool) -> bool | None:
-    """Whether a mask function shows each token all others up to itself, or all (a window as long as the sequence)."""
-    if one_by_one:  # it answers single numbers only
-        return None
+def _is_causal(function: Callable, batch: int, length: int) -> bool | None:
+    """Whether a mask function shows each token all others up to itself, or all."""
     index = torch.arange(length)
     seen = function(torch.arange(batch)[:, None, None, None], torch.zeros(1, 1, 1, 1, dtype=torch.long),
                     index[:, None], index)  # fmt: skip

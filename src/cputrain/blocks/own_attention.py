@@ -99,7 +99,7 @@ def fused_forward(self: nn.Module, stock: Callable, hidden_states: Tensor, *args
     weights, biases = [part.weight for part in triple], [part.bias for part in triple]
     context = self_attention(
         flat(hidden_states), weights, biases, scope.sequences,
-        heads=heads, scale=size**-0.5, causal=scope.causal, p=rate, format=format_of(self),
+        heads=heads, scale=size**-0.5, causal=scope.causal, window=scope.window, p=rate, format=format_of(self),
     )  # fmt: skip
     out = finish(self, context.view(*hidden_states.shape[:2], heads * size), hidden_states)
     length = _lengths[type(self)]
@@ -128,7 +128,7 @@ def _why_not(module: nn.Module, x: Tensor, options: dict[str, Any]) -> str | Non
 def _scope(mask: object, x: Tensor) -> registry.Scope | None:
     """What each query may attend to, or None if only stock's mask can say it."""
     if isinstance(mask, RaggedTokens):
-        return None if mask.causal is None else registry.Scope(mask.sequences, mask.causal)
+        return registry.scope_of_ragged(mask)
     return registry.Scope(Sequences.dense(*x.shape[:2]), False) if mask is None or hides_nothing(mask) else None
 
 

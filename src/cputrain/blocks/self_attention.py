@@ -117,6 +117,7 @@ def fused_forward(
         heads=heads,
         scale=self.scaling,
         causal=scope.causal,
+        window=scope.window,
         key_bias=scope.key_bias,
         p=rate,
         format=format_of(self),

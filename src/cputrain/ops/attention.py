@@ -7,6 +7,7 @@ of each row of scores are kept; the backward pass recomputes the probabilities (
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from cputrain import native
-from cputrain.native.operands import address, rows_of, saved_dtype
+from cputrain.native.operands import address, require, rows_of, saved_dtype
 from cputrain.ops.dropout import draw_key, factors
 from cputrain.ops.gradient import fp32_backward
 
@@ -78,6 +79,8 @@ class Settings:
     causal: bool = False
     p: float = 0.0
     key: int = 0  # of the dropout
+    window: int | None = None
+    cap: float = 0.0
 
 
 def attention(
@@ -90,18 +93,27 @@ def attention(
     causal: bool = False,
     p: float = 0.0,
     bias: Tensor | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """dropout(softmax(scale · q kᵀ + bias)) v within each sequence.
 
     q is (tokens, heads, size), k and v are (tokens, kv_heads, size): each key/value head serves heads / kv_heads
     query heads. bias broadcasts to (sequences, heads, queries, keys) and may hold -inf; a query all of whose keys are
-    masked so has a zero result and no gradient.
+    masked so has a zero result and no gradient. `window`: keys more than so many tokens away are hidden. `cap`: a score
+    s becomes cap · tanh(s / cap), before the bias. `sinks`, one for each head, are scores without a key that take their
+    share of the softmax.
     """
     _check(q, k, v, sequences)
+    if (window is not None and window < 0) or cap < 0:
+        raise ValueError(f"attention needs a window and a cap of 0 or more, found {window} and {cap}")
     if bias is not None:
         require_bias(bias)
         bias = four_dimensions(bias, sequences, q.shape[1])
-    return _Attention.apply(q, k, v, bias, Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0))
+    require("attention", (q.shape[1],), sinks=sinks)
+    settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0, window, cap)
+    return _Attention.apply(q, k, v, bias, sinks, settings)
 
 
 def split_packed(qkv: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -122,6 +134,9 @@ def plain(
     p: float = 0.0,
     key: int = 0,
     bias: Tensor | None = None,
+    window: int | None = None,
+    cap: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """The same in PyTorch, in any dtype, sequence by sequence: what `attention` computes once its key is drawn."""
     heads = q.shape[1]
@@ -136,12 +151,18 @@ def plain(
     for number, (start, length) in enumerate(zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True)):
         tokens = slice(start, start + length)
         scores = torch.einsum("qhd,khd->hqk", q[tokens], k[tokens]) * scale
+        scores = cap * (scores / cap).tanh() if cap else scores
         if bias is not None:
             scores = scores + bias[number if bias.shape[0] > 1 else 0, :, :length, :length]
         if causal:
             scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -torch.inf)
+        if window is not None:
+            near = torch.ones(length, length).tril(window).triu(-window).bool()
+            scores = scores.masked_fill(~near, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat((scores, sinks[:, None, None].expand(-1, length, 1)), -1)
         masked = (scores == -torch.inf).all(-1, keepdim=True)
-        weights = scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0)
+        weights = scores.masked_fill(masked, 0).softmax(-1).masked_fill(masked, 0)[..., :length]
         if kept is not None:
             weights = weights * kept[:, tokens, :length].to(q.dtype)
         out = out.index_put((torch.arange(start, start + length),), torch.einsum("hqk,khd->qhd", weights, v[tokens]))
@@ -149,7 +170,7 @@ def plain(
 
 
 def attention_forward(
-    q: Tensor, k: Tensor, v: Tensor, settings: Settings, bias: Tensor | None = None
+    q: Tensor, k: Tensor, v: Tensor, settings: Settings, bias: Tensor | None = None, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The output and the log-sum-exp (heads, tokens) that the backward pass needs, without autograd.
 
@@ -158,7 +179,7 @@ def attention_forward(
     sequences = settings.sequences
     new = torch.zeros if sequences.padded else torch.empty
     out, lse = (new(shape, dtype=torch.float32) for shape in (q.shape, (q.shape[1], sequences.total)))
-    problem = _problem(q, k, v, out, lse, settings, bias)
+    problem = _problem(q, k, v, out, lse, settings, bias, sinks)
     native.kernels().attention_forward(ctypes.addressof(problem))
     return out, lse
 
@@ -190,23 +211,30 @@ def attention_backward(
     native.kernels().attention_backward(ctypes.addressof(problem), ctypes.addressof(grads))
 
 
+def sinks_gradient(grad_out: Tensor, out: Tensor, lse: Tensor, sinks: Tensor) -> Tensor:
+    """Of each head: a sink's probability takes from every query what this would gain by its result."""
+    gained = (grad_out * out).sum(-1).T
+    return -((sinks[:, None] / math.log(2) - lse).exp2() * gained).sum(1)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, bias, settings):
-        q, k, v, bias = (_unit_stride(x) for x in (q, k, v, bias))
-        out, lse = attention_forward(q, k, v, settings, bias)
-        ctx.save_for_backward(q, k, v, out, lse, bias)
+    def forward(ctx, q, k, v, bias, sinks, settings):
+        q, k, v, bias, sinks = (_unit_stride(x) for x in (q, k, v, bias, sinks))
+        out, lse = attention_forward(q, k, v, settings, bias, sinks)
+        ctx.save_for_backward(q, k, v, out, lse, bias, sinks)
         ctx.settings = settings
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad):
-        q, k, v, out, lse, bias = ctx.saved_tensors
+        q, k, v, out, lse, bias, sinks = ctx.saved_tensors
         grads = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dbias = bias.new_zeros(bias.shape) if ctx.needs_input_grad[3] else None
         attention_backward(_unit_stride(grad), q, k, v, out, lse, ctx.settings, grads, bias, dbias)
-        return *grads, dbias, None
+        dsinks = sinks_gradient(grad, out, lse, sinks) if ctx.needs_input_grad[4] else None
+        return *grads, dbias, dsinks, None
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, sequences: Sequences) -> None:
@@ -262,15 +290,18 @@ class _BiasTensor(ctypes.Structure):
     ]
 
 
+_COUNTS = ("sequences", "total", "heads", "kv_heads", "size", "causal", "window", "bf16")
+
+
 class _Problem(ctypes.Structure):
     _fields_ = [
         *((name, _HeadTensor) for name in ("q", "k", "v", "out")),
         ("lse", ctypes.c_void_p),
         ("bias", _BiasTensor),
         *((name, ctypes.c_void_p) for name in ("starts", "lengths", "order")),
-        *((name, ctypes.c_int64) for name in ("sequences", "total", "heads", "kv_heads", "size", "causal", "bf16")),
-        ("scale", ctypes.c_float),
-        ("p", ctypes.c_float),
+        *((name, ctypes.c_int64) for name in _COUNTS),
+        *((name, ctypes.c_float) for name in ("scale", "p", "cap")),
+        ("sinks", ctypes.c_void_p),
         ("key", ctypes.c_uint64),
     ]
 
@@ -287,6 +318,7 @@ def _problem(
     lse: Tensor,
     settings: Settings,
     bias: Tensor | None,
+    sinks: Tensor | None = None,
 ) -> _Problem:
     sequences, (_, heads, size) = settings.sequences, q.shape
     total, count, kv_heads, dtype = sequences.total, len(sequences.lengths), k.shape[1], saved_dtype(q)
@@ -302,7 +334,10 @@ def _problem(
         _bias_tensor("bias", bias, sequences, heads),
         *(address(f"attention: the sequences' {name}", x, count, torch.int64) for name, x in orders),
         *(count, total, heads, kv_heads, size),
-        *(settings.causal, q.dtype == torch.bfloat16, settings.scale, settings.p, settings.key),
+        *(settings.causal, -1 if settings.window is None else settings.window, q.dtype == torch.bfloat16),
+        *(settings.scale, settings.p, settings.cap),
+        address("attention: sinks", sinks, heads),
+        settings.key,
     )
 
 

@@ -78,6 +78,7 @@ def self_attention(
     causal: bool = False,
     p: float = 0.0,
     key_bias: Tensor | None = None,
+    window: int | None = None,
     format: Format = FP32,
 ) -> Tensor:
     """`attention` of x's queries, keys and values, tokens × (heads · size); all three have a bias or none has.
@@ -89,15 +90,15 @@ def self_attention(
         require("self_attention", weights[0].shape, **{f"weight{name}": weight})
     if len({bias is None for bias in biases}) > 1:
         raise ValueError("self_attention: all three of query, key and value must have a bias, or none.")
-    settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0)
+    settings = Settings(sequences, scale, causal, p, draw_key() if p > 0 else 0, window)
     if key_bias is not None:
         require_bias(key_bias)
         key_bias = four_dimensions(key_bias.detach(), sequences, heads)
     return _SelfAttention.apply(x_TI, heads, settings, key_bias, format, *weights, *biases)
 
 
-def plain(x_TI, weights, biases, sequences, *, heads, scale, causal=False, p=0.0, key=0, key_bias=None) -> Tensor:
+def plain(x_TI, weights, biases, sequences, *, heads, key_bias=None, **options) -> Tensor:
     """The same in PyTorch, once the key is drawn."""
     parts = (torch.nn.functional.linear(x_TI, w, b) for w, b in zip(weights, biases, strict=True))
     q, k, v = (part.unflatten(-1, (heads, -1)) for part in parts)
-    return attention_plain(q, k, v, sequences, scale=scale, causal=causal, p=p, key=key, bias=key_bias).flatten(1)
+    return attention_plain(q, k, v, sequences, bias=key_bias, **options).flatten(1)

@@ -44,23 +44,25 @@ def check(ours, stock, exact):
         assert error <= 2 * allowed + floor
 
 
-def compare(sequences, heads, kv_heads, size, *, causal=False, p=0.0, bias=None, inputs=None):
+def compare(sequences, heads, kv_heads, size, *, p=0.0, inputs=None, bias=None, sinks=None, **options):
     """attention() and its gradients against plain() in float64, which in fp32 gives stock's error."""
     inputs = inputs or random_inputs(sequences, heads, kv_heads, size)
-    extra = [] if bias is None else [bias]
+    extra = {name: x for name, x in (("bias", bias), ("sinks", sinks)) if x is not None}
     grad = torch.randn(sequences.total, heads, size)
-    options = {"scale": size**-0.5, "causal": causal, "p": p}
+    options |= {"scale": options.get("scale", size**-0.5), "p": p}
 
-    def ours(q, k, v, bias=None):
-        return attention(q, k, v, sequences, bias=bias, **options)
+    def ours(q, k, v, *more):
+        return attention(q, k, v, sequences, **dict(zip(extra, more, strict=True)), **options)
 
-    def twin(q, k, v, bias=None):
-        return plain(q, k, v, sequences, bias=bias, key=KEY, **options)
+    def twin(q, k, v, *more):
+        return plain(q, k, v, sequences, key=KEY, **dict(zip(extra, more, strict=True)), **options)
+
+    inputs = [*inputs, *extra.values()]
 
     check(
-        with_gradients(ours, inputs + extra, grad),
-        with_gradients(twin, inputs + extra, grad),
-        with_gradients(twin, in_double(inputs + extra), grad.double()),
+        with_gradients(ours, inputs, grad),
+        with_gradients(twin, inputs, grad),
+        with_gradients(twin, in_double(inputs), grad.double()),
     )
 
 
@@ -84,6 +86,50 @@ def test_threads(isa, threads, causal, p):
 @pytest.mark.parametrize("heads, kv_heads", [(4, 2), (6, 1), (5, 5)])
 def test_grouped_heads(isa, heads, kv_heads):
     compare(Sequences.from_lengths([100, 33]), heads, kv_heads, 24, causal=True, p=0.1)
+
+
+@pytest.mark.parametrize("window", [0, 1, 31, 32, 47, 100, 192, 1000])
+@pytest.mark.parametrize("causal", [False, True])
+def test_windows(isa, window, causal):
+    sequences = Sequences.from_lengths([260, 1, 33])
+    compare(sequences, 2, 1, 16, window=window, causal=causal, p=0.1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_window_of_one_sequence(isa, threads, causal):
+    """Fewer heads than threads: each part lays out only what its window reaches."""
+    compare(Sequences.from_lengths([700]), 1, 1, 8, window=50, causal=causal, p=0.1)
+
+
+def test_window_with_a_bias(isa):
+    bias = torch.randn(2, 2, 200, 200, requires_grad=True)
+    compare(Sequences.from_lengths([200, 90]), 2, 2, 16, window=40, causal=True, bias=bias)
+
+
+@pytest.mark.parametrize("cap", [0.5, 50.0])
+def test_cap_before_the_bias(isa, threads, cap):
+    bias = torch.randn(2, 200, 200, requires_grad=True)
+    compare(Sequences.from_lengths([200, 90]), 2, 2, 16, cap=cap, causal=True, bias=bias, p=0.1, scale=1.0)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+def test_sinks(isa, threads, window):
+    sinks = torch.tensor([-3.0, 0.0, 2.0, 30.0], requires_grad=True)
+    compare(Sequences.from_lengths([200, 90]), 4, 2, 16, sinks=sinks, causal=True, window=window, p=0.1)
+
+
+def test_a_query_with_nothing_but_a_sink(isa):
+    bias = torch.zeros(40, 40)
+    bias[3] = -torch.inf
+    sinks = torch.zeros(2, requires_grad=True)
+    compare(Sequences.from_lengths([40]), 2, 2, 16, sinks=sinks, bias=bias.requires_grad_())
+
+
+@pytest.mark.parametrize("wrong", [{"window": -1}, {"cap": -1.0}, {"sinks": torch.zeros(3)}])
+def test_wrong_options(wrong):
+    inputs = random_inputs(Sequences.from_lengths([4]), 2, 2, 8)
+    with pytest.raises(ValueError, match=f"attention.*{next(iter(wrong))}"):
+        attention(*inputs, Sequences.from_lengths([4]), scale=1.0, **wrong)
 
 
 def test_no_sequences(isa):
