@@ -24,7 +24,11 @@ def _references(blocks: list[mmap.mmap], place: int) -> int:
     return sys.getrefcount(blocks[place])
 
 
-_IDLE = _references([mmap.mmap(-1, mmap.PAGESIZE)], 0)  # of a block in which no tensor lies
+def _map(size: int) -> mmap.mmap:
+    return mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # a forked process has its own
+
+
+_IDLE = _references([_map(mmap.PAGESIZE)], 0)  # of a block in which no tensor lies
 _blocks: list[mmap.mmap] = []
 _lock = threading.Lock()
 
@@ -49,7 +53,7 @@ def _block(size: int) -> mmap.mmap:
     """An idle block of this size; it is in use as soon as a tensor is made of it."""
     idle = (i for i in range(len(_blocks)) if len(_blocks[i]) == size and _references(_blocks, i) <= _IDLE)
     place = next(idle, None)
-    block = mmap.mmap(-1, size) if place is None else _blocks.pop(place)
+    block = _map(size) if place is None else _blocks.pop(place)
     _blocks.append(block)
     while sum(map(len, _blocks)) > MOST_KEPT:  # what was used least recently
         _blocks.pop(0)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 
@@ -85,3 +87,13 @@ def test_blocks_of_different_sizes_go_with_the_least_recently_used():
         recycled.zeros(size // 4096, 1024)
     kept = [len(block) for block in recycled._blocks]
     assert sum(kept) <= recycled.MOST_KEPT and kept == sizes[-len(kept) :]
+
+
+def test_a_forked_process_has_its_own():
+    tensor = recycled.zeros(*SHAPE)
+    child = os.fork()
+    if child == 0:
+        memoryview(tensor.numpy()).cast("B")[:4] = b"\x01\x02\x03\x04"
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert tensor.count_nonzero() == 0
