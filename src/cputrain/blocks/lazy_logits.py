@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 
 from cputrain.formats import Format
 from cputrain.ops.cross_entropy import AS_THEY_ARE, Capping, Loss, summed_loss, token_losses
-from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.gradient import fp32_backward, without_autocast
 from cputrain.ops.linear import flat, linear
 
 
@@ -129,8 +129,9 @@ class LazyLogits(Tensor):
         """Nothing has looked at these logits, or at others that share their memory, and no node is behind ours."""
         return self._root._found is None and _node_of(self) is self._node
 
+    @without_autocast
     def computed(self) -> Tensor:
-        """The values, as stock would have them."""
+        """The values, as stock would have them: what is made under autocast isn't lazy."""
         if (node := _node_of(self)) is not self._node:
             values = _Behind.apply(self)
             self._node, self._root, self._view, self._found = node, self, lambda values: values, values
@@ -344,6 +345,7 @@ def _cross_entropy(
     return _loss(source, target, counts, reduction, Loss(source.capping, label_smoothing))
 
 
+@without_autocast
 def _loss(source: Source, labels: Tensor, counts: Tensor, reduction: str, loss: Loss) -> Tensor:
     """Of the tokens that count. Padded positions, whose logits are 0, lose log(vocabulary) each."""
     vocabulary = source.w_VI.shape[0]

@@ -127,8 +127,9 @@ class _SummedLoss(torch.autograd.Function):
     """Σ losses / divisor; its gradients are computed in the forward."""
 
     @staticmethod
-    def forward(ctx, x_TI, w_VI, bias_V, labels_T, divisor: float, loss: Loss, format: Format) -> Tensor:
-        wanted = ctx.needs_input_grad[:3]
+    def forward(ctx, x_TI, w_VI, bias_V, labels_T, divisor: float, loss: Loss, format: Format, graph: bool) -> Tensor:
+        # Without a graph (evaluation) there will be no backward, but needs_input_grad doesn't know that.
+        wanted = ctx.needs_input_grad[:3] if graph else (False, False, False)
         token_grads = x_TI.new_full((x_TI.shape[0],), 1.0 / divisor)
         losses, ctx.grads = _run(x_TI, w_VI, bias_V, labels_T, token_grads, loss, format.begin(), wanted)
         ctx.run_again = (divisor, loss, format, wanted)
@@ -149,7 +150,7 @@ class _SummedLoss(torch.autograd.Function):
         grads = grads if factor == 1.0 else [None if g is None else g.mul_(factor) for g in grads]
         if ctx.table is not None and grads[1] is not None:
             ctx.table.offer(grads[1])
-        return *grads, None, None, None, None
+        return *grads, None, None, None, None, None
 
 
 class _TokenLosses(torch.autograd.Function):
@@ -191,7 +192,7 @@ def summed_loss(
     format: Format = FP32,
 ) -> Tensor:
     """Σ cross-entropy of the tokens' logits, divided by `divisor`."""
-    return _SummedLoss.apply(*_checked(x_TI, w_VI, bias_V, labels_T), divisor, loss, format)
+    return _SummedLoss.apply(*_checked(x_TI, w_VI, bias_V, labels_T), divisor, loss, format, torch.is_grad_enabled())
 
 
 def token_losses(

@@ -10,16 +10,19 @@ import torch
 from torch.autograd.function import once_differentiable
 
 
-def fp32_backward(backward: Callable) -> Callable:
-    """For backward methods: under the user's autocast the products between our kernels would be bf16, and the kernels
-    read floats."""
-    once = once_differentiable(backward)
+def without_autocast(function: Callable) -> Callable:
+    """Under the user's autocast the products between our kernels would be bf16, and the kernels read floats."""
 
-    @functools.wraps(backward)
-    def run(*args: Any) -> Any:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_autocast_enabled("cpu"):
-            return once(*args)
+            return function(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
-            return once(*args)
+            return function(*args, **kwargs)
 
     return run
+
+
+def fp32_backward(backward: Callable) -> Callable:
+    """For backward methods."""
+    return without_autocast(once_differentiable(backward))

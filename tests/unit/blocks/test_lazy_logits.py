@@ -221,6 +221,20 @@ def test_logits_without_gradients():
     np.testing.assert_allclose(z.numpy(), head.stock().detach(), rtol=1e-5)
 
 
+@pytest.mark.parametrize("read", [loss_of, lambda z: z + 0, lambda z: loss_of(z, reduction="none").sum()])
+def test_autocast_around_the_loss_alone_changes_nothing(read):
+    """The logits were made outside it: stock's are fp32, and cross-entropy is fp32 under autocast."""
+    head, other = Head(), Head()
+    lazy = head.lazy()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        ours = read(lazy)
+    stock = read(other.stock())
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, stock)
+    for a, b in zip(head.grads(ours.sum()), other.grads(stock.sum()), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 @pytest.mark.parametrize("bias", [True, False])
 def test_padded_positions_have_logits_of_0(bias):
     real = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]]) == 1

@@ -160,3 +160,15 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
     monkeypatch.setattr(ce, "_losses_of_logits", lambda z, *rest: (sizes.append(z.numel()), found(z, *rest)))
     ce.summed_loss(*_operands(600, 8, 1001))
     assert sum(sizes) == 600 * 1001 and max(sizes) <= 64 * 1001
+
+
+@pytest.mark.parametrize("loss", [ce.summed_loss, ce.token_losses])
+def test_evaluation_computes_no_gradients(monkeypatch, loss):
+    operands = _operands(70, 8, 101)
+    for leaf in operands[:3]:
+        leaf.requires_grad_()
+    trained = loss(*operands)
+    monkeypatch.setattr(ce._Gradients, "add", lambda *args: pytest.fail("a gradient was computed"))
+    with torch.no_grad():
+        torch.testing.assert_close(loss(*operands), trained.detach(), rtol=0, atol=0)
+    loss(*(None if t is None else t.detach() for t in operands))
