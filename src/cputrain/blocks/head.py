@@ -42,7 +42,6 @@ from cputrain.patching.probe import REFUSALS
 # Smaller logits are computed at once: stock's loss takes no longer than asking for ours.
 FEWEST_BYTES = 8 << 20
 
-
 # module.__dict__ key of a token head whose logits are lazy: the output embeddings of a language model.
 VOCABULARY = "_cputrain_vocabulary"
 

@@ -259,6 +259,8 @@ def _index(logits: LazyLogits, index: Any) -> Any:
     entries = list(index) if isinstance(index, tuple) else [index]
     if not all(entry is None or entry is ... or isinstance(entry, (slice, int, Tensor)) for entry in entries):
         return NotImplemented
+    if any(isinstance(entry, bool) for entry in entries):  # to torch a mask without dimensions, to Python 0 or 1
+        return NotImplemented
     used = sum(_dimensions_used(entry) for entry in entries)
     if ... in [entry for entry in entries if not isinstance(entry, Tensor)]:
         at = next(i for i, entry in enumerate(entries) if entry is ...)

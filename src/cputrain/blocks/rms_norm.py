@@ -24,12 +24,12 @@ def rms_norm_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
     if x.numel() < leaves.WORTHWHILE or format_of(self).saves is not torch.float32:
         return stock(x)
     reason = "its eps has changed its type" if eps is None else why_not_tensors(x, weight)
-    if reason is None and weight is not None and weight.shape != x.shape[-1:]:
-        reason = f"a weight of shape {tuple(weight.shape)}"
+    if reason is None and (weight is None or weight.shape != x.shape[-1:]):
+        reason = "it has lost its weight" if weight is None else f"a weight of shape {tuple(weight.shape)}"
     if reason is not None:
         step_aside(self, reason)
         return stock(x)
-    assert eps is not None
+    assert eps is not None and weight is not None
     return rms_norm(x, weight, eps, self.__dict__[OFFSET])
 
 
@@ -42,12 +42,12 @@ def _eps(module: nn.Module) -> float | None:
     return found[0] if len(found) == 1 else None
 
 
-def _build(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: plain(x, _weight(module), _eps(module) or 0.0)
+def _builder(offset: float) -> Callable[[nn.Module], Callable[[Tensor], Tensor]]:
+    return lambda module: lambda x: plain(x, _weight(module), _eps(module) or 0.0, offset)
 
 
-def _build_with_one(module: nn.Module) -> Callable[[Tensor], Tensor]:
-    return lambda x: plain(x, _weight(module), _eps(module) or 0.0, 1.0)
+# What is added to the weight, and the formula that has it.
+_FORMULAS = {offset: _builder(offset) for offset in (0.0, 1.0)}
 
 
 def _vary(module: nn.Module) -> None:
@@ -63,7 +63,7 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if _eps(module) is None or len(parameter_names(type(module).forward)) != 1:
         return False
     reads = frozenset({*module._parameters, *_EPSILONS, "normalized_shape"})
-    for build, offset in ((_build, 0.0), (_build_with_one, 1.0)):
+    for offset, build in _FORMULAS.items():
         formula = Formula("forward", build, (len(weight),), reads, any_size=True, vary=_vary)
         if (reason := difference(module, formula)) is None:
             patches.bind(name, module, "forward", rms_norm_forward, "RMSNorm")

@@ -5,7 +5,6 @@ What is saved of an input is its columns as they were packed for the weight's gr
 
 from __future__ import annotations
 
-import threading
 import weakref
 
 import torch
@@ -35,10 +34,10 @@ def _of(panels: Tensor | Stored, part: slice) -> Tensor | Stored:
     return panels[part] if isinstance(panels, Tensor) else panels.part(part)
 
 
-class _Latest(threading.local):
-    """The input that was packed last: query, key and value, or gate and up, are products of one tensor.
+class _Latest:
+    """The input that a thread packed last: query, key and value, or gate and up, are products of one tensor.
 
-    It is known by the tensor itself and its version. Of its memory no more is held than that of one layer.
+    It is known by the tensor itself and its version. Its panels are held until the next is packed.
     """
 
     source: weakref.ref[Tensor] | None = None
@@ -64,9 +63,6 @@ class _Latest(threading.local):
         if source is not None:
             self.known, self.rows, self.columns = known, rows, columns
         return rows, columns
-
-
-_latest = _Latest()
 
 
 class Int16(Format):
@@ -97,7 +93,7 @@ class Int16Call(Call):
         return Int16Call(Watch())
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
-        rows, columns = _latest.packed(x, use.save)
+        rows, columns = workspace.object_of_thread("input packed last", _Latest).packed(x, use.save)
         y = self._product(rows, weight, bias, use.out, use.plus)
         if self.watch.looks:
             self.watch.look_at_rows("a forward product", x, weight.dense())

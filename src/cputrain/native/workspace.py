@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
 from cputrain import native
+
+T = TypeVar("T")
 
 _buffers = threading.local()
 
@@ -40,3 +44,11 @@ def floats(name: str, *shape: int) -> Tensor:
         buffer = torch.empty(count, dtype=torch.float32)
         setattr(_buffers, name, buffer)
     return buffer[:count].view(shape)
+
+
+def object_of_thread(name: str, make: Callable[[], T]) -> T:
+    """What this thread keeps under this name until `clear`."""
+    if not hasattr(_buffers, name):
+        setattr(_buffers, name, make())
+    found: T = getattr(_buffers, name)
+    return found

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch.nn.functional import linear as plain
 
 from cputrain.formats import FORMATS, int16, int16_matmul
+from cputrain.formats.int16 import _Latest
+from cputrain.native import workspace
 from cputrain.ops.linear import linear
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -115,3 +119,11 @@ def test_an_input_is_packed_once_for_several_products(monkeypatch):
     assert all(torch.equal(a, b) for a, b in zip(second, alone, strict=False))
     wide = linear(x.view(32, 192), torch.randn(8, 192), None, FORMATS["int16"]())
     assert wide.shape == (32, 8)
+
+
+def test_the_packed_input_is_released_with_the_workspace():
+    linear(torch.randn(64, 64), torch.randn(64, 64), None, FORMATS["int16"]())
+    assert workspace.object_of_thread("input packed last", _Latest).known is not None
+    workspace.clear()
+    gc.collect()
+    assert not any(isinstance(found, _Latest) for found in gc.get_objects())
