@@ -164,7 +164,7 @@ def _ready_int16(product: Product) -> Callable[[], object]:
     def operand(vectors: int, side: Source, role: matmul.Role) -> matmul.Operand:
         shape = (product.depth, vectors) if side.by_columns else (vectors, product.depth)
         x = torch.randn(shape[0], max(side.stride, shape[1]))[:, : shape[1]]
-        x = x.bfloat16() if side.bf16 else x
+        x = x.bfloat16() if side.two_bytes else x
         if side.packed:
             packed = matmul.pack(x, rows=role)[0]
             assert packed is not None
@@ -175,7 +175,13 @@ def _ready_int16(product: Product) -> Callable[[], object]:
     left, right = operand(product.rows, product.left, "left"), operand(product.cols, product.right, "right")
     out = torch.zeros(product.rows, product.cols)
     bias = torch.randn(product.cols) if product.bias else None
-    return lambda: matmul.product(left, right, out=out, bias=bias, accumulate=product.accumulate)
+    plus = None
+    if product.plus:
+        plus = (
+            matmul.by_rows(torch.randn(product.rows, product.plus), "left"),
+            matmul.by_rows(torch.randn(product.cols, product.plus), "right"),
+        )
+    return lambda: matmul.product(left, right, out=out, bias=bias, accumulate=product.accumulate, plus=plus)
 
 
 def _seconds(run: Callable[[], object]) -> float:

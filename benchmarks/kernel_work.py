@@ -20,10 +20,10 @@ class Work(NamedTuple):
 
 
 class Source(NamedTuple):
-    """A side of an int16 product: packed on the way from `stride`, or packed before."""
+    """A side of an int16 product: packed on the way from `stride`, or packed before; 8 or 4 bits count as two bytes."""
 
     packed: bool
-    bf16: bool = False
+    two_bytes: bool = False
     stride: int = 0
     by_columns: bool = False
     sums: bool = False
@@ -37,6 +37,7 @@ class Product(NamedTuple):
     right: Source
     bias: bool
     accumulate: bool
+    plus: int = 0  # depth of the second product that is added, as an adapter's
 
 
 class Fp32Product(NamedTuple):
@@ -73,14 +74,15 @@ def _attention(name: str, args: tuple) -> Work:
 
 
 def _int16_product(args: tuple) -> Work:
-    from cputrain.formats.int16_matmul import _Operand
+    from cputrain.formats.int16_matmul import _Operand, _Term
 
     left, right = (
-        Source(not side.source, bool(side.bf16), side.stride, bool(side.by_columns), bool(side.sums))
+        Source(not side.source, bool(side.kind), side.stride, bool(side.by_columns), bool(side.sums))
         for side in (_Operand.from_address(place) for place in args[:2])
     )
-    rows, cols, depth, bias, accumulate = args[4:9]
-    return Work("products", product=Product(rows, cols, depth, left, right, bias is not None, bool(accumulate)))
+    rows, cols, depth, term, bias, accumulate = args[4:10]
+    plus = 0 if term is None else _Term.from_address(term).depth
+    return Work("products", product=Product(rows, cols, depth, left, right, bias is not None, bool(accumulate), plus))
 
 
 def torch_product(name: str, args: tuple) -> Work:
@@ -134,6 +136,10 @@ MOVED: dict[str, tuple[str, Callable[..., int]]] = {
         ),
     ),
     "int16_pack_activated": ("packing", lambda h, b, kind, stride, rows, cols, out: _floats(rows, cols, 1.5)),
+    "low_rank": ("low-rank paths", lambda x, stride, a, out, rows, cols, *rest: _floats(rows, cols, 1)),
+    "low_rank_a_grad": ("low-rank paths", lambda g, x, stride, grad_a, rows, cols, *rest: _floats(rows, cols, 1)),
+    "low_rank_x_grad": ("low-rank paths", lambda g, a, grad_x, rows, cols, *rest: _floats(rows, cols, 2)),
+    "unpack_weight": ("packing", lambda weight, out, rows, cols: _floats(rows, cols, 1)),
     "adam": ("optimizer", lambda count, sizes, *rest: 28 * _sum(count, sizes)),
     "sgd": ("optimizer", lambda count, sizes, p, g, buffers, *rest: (20 if buffers else 12) * _sum(count, sizes)),
     "sum_of_squares": ("optimizer", lambda count, sizes, *rest: 4 * _sum(count, sizes)),
