@@ -1,4 +1,4 @@
-"""What a step would take at the least: every kernel has a minimum of work, and every recorded product can be replayed."""
+"""What a step takes at the least: every kernel has a minimum of work, and every recorded product can be replayed."""
 
 from __future__ import annotations
 
