@@ -126,7 +126,7 @@ MOVED: dict[str, tuple[str, Callable[..., int]]] = {
         lambda grad, ids, table, rows, cols, skip: _floats(rows, cols, 3),
     ),
     "find_outside": ("norms, embeddings, dropout", lambda ids, count, limit, place: 8 * count),
-    "cross_entropy": ("loss", lambda z, stride, labels, grads, losses, rows, cols, *rest: _floats(rows, cols, 2)),
+    "cross_entropy": ("loss", lambda *a: _floats(a[7], a[8], 2)),
     "round_to_bf16": ("packing", lambda x, b, out, rows, cols: _floats(rows, cols, 1.5)),
     "read_bf16": ("packing", lambda kept, f, o, out, rows, cols: _floats(rows, cols, 1.5)),
     "int16_pack": (

@@ -137,12 +137,14 @@ CPUTRAIN_EXPORT void KERNEL(embedding_grad)(const float* grad, const int64_t* id
                                             int64_t skipped);
 
 // losses[r] = -Σ q log softmax(f(z[r])), where q is (1 - smoothing) at the row's label plus
-// smoothing / cols everywhere, and f(z) = after · tanh(before · z) if `tanh`, else before · z. z is
-// overwritten: by its gradient times grads[r], or, if grads is null, by f(z). Labels must be inside
-// the row.
+// smoothing / cols everywhere, and f(z) = after · tanh(before · z) if `tanh`, else before · z.
+// about[r], if wanted: the entropy of p = softmax(f(z[r])), log Σ p², the mean of f(z[r]), and 1 if
+// the label is the first of its largest values. z is overwritten: by the gradient of losses ·
+// grads + entropies · entropy_grads, or, if grads is null, by f(z). Labels must be inside the row.
 CPUTRAIN_EXPORT void KERNEL(cross_entropy)(float* z, int64_t stride, const int64_t* labels,
-                                           const float* grads, float* losses, int64_t rows,
-                                           int64_t cols, float before, float after, int64_t tanh,
+                                           const float* grads, const float* entropy_grads,
+                                           float* losses, float* about, int64_t rows, int64_t cols,
+                                           float before, float after, int64_t tanh,
                                            float smoothing);
 
 // The optimizers work on `count` tensors at once: arrays of `count` sizes (in elements) and of

@@ -31,20 +31,39 @@ void cap_row(float* z, int64_t cols, Capping capping, float* total, float* large
   *largest = max_lane(most);
 }
 
-float sum_of_exponentials(const float* z, int64_t cols, float largest) {
-  Vec sums[kChains] = {};
-  for_columns(cols, [&](int64_t c, int j, auto part)
-                        INLINE_BODY { sums[j] += part.only(exp(part.load(z + c) - largest)); });
-  return sum_of_chains(sums);
+// Of d = z - largest: the sums of e^d and, if wanted, of d·e^d and e^2d.
+struct Sums {
+  float plain, times_d, squares;
+};
+
+template <bool kAll>
+Sums sum_exponentials(const float* z, int64_t cols, float largest) {
+  Vec plain[kChains] = {}, times_d[kChains] = {}, squares[kChains] = {};
+  for_columns(cols, [&](int64_t c, int j, auto part) INLINE_BODY {
+    const Vec d = part.load(z + c) - largest, e = part.only(exp(d));
+    plain[j] += e;
+    if (kAll) times_d[j] += e * d, squares[j] += e * e;
+  });
+  if (!kAll) return {sum_of_chains(plain), 0.f, 0.f};
+  return {sum_of_chains(plain), sum_of_chains(times_d), sum_of_chains(squares)};
 }
 
-// z becomes grad · slope · (softmax - smoothing / cols); the label's own part comes afterwards.
+// What the gradient of a row takes. The slopes are the gradients of loss and entropy, times what
+// capping does.
+struct Row {
+  float largest, log_sum, even, entropy;
+  float slope, entropy_slope;
+};
+
+// z becomes slope · (softmax - even) - entropy_slope · softmax · (log softmax + entropy), through
+// the cap; the label's own part comes afterwards.
 template <bool kTanh>
-void gradient_row(float* z, int64_t cols, Capping capping, float largest, float log_sum, float even,
-                  float grad) {
+void gradient_row(float* z, int64_t cols, Capping capping, Row row) {
+  const bool of_entropy = row.entropy_slope != 0.f;
   for_columns(cols, [&](int64_t c, int, auto part) INLINE_BODY {
-    const Vec v = part.load(z + c);
-    Vec g = (exp(v - largest - log_sum) - even) * grad;
+    const Vec v = part.load(z + c), log_p = v - row.largest - row.log_sum, p = exp(log_p);
+    Vec g = (p - row.even) * row.slope;
+    if (of_entropy) g = g - p * (log_p + row.entropy) * row.entropy_slope;
     if (kTanh) {
       const Vec t = v * (1.f / capping.after);
       g = g * (1.f - t * t);
@@ -53,31 +72,55 @@ void gradient_row(float* z, int64_t cols, Capping capping, float largest, float 
   });
 }
 
+// Whether no logit is larger than the label's, and none before it as large.
+bool is_top(const float* z, int64_t label, float largest) {
+  bool found = z[label] >= largest;
+  for (int64_t c = 0; found && c < label; c++) found = z[c] < largest;
+  return found;
+}
+
+void describe_row(const float* z, int64_t cols, int64_t label, float total, float largest,
+                  Sums sums, float* about) {
+  const float log_sum = __builtin_logf(sums.plain);
+  about[0] = log_sum - sums.times_d / sums.plain;
+  about[1] = __builtin_logf(sums.squares) - 2.f * log_sum;
+  about[2] = total / cols;
+  about[3] = is_top(z, label, largest);
+}
+
 template <bool kTanh>
 void loss_row(float* z, int64_t cols, int64_t label, Capping capping, float smoothing, float* loss,
-              const float* grad) {
+              float* about, const float* grad, const float* entropy_grad) {
   float total, largest;
   cap_row<kTanh>(z, cols, capping, &total, &largest);
-  const float log_sum = __builtin_logf(sum_of_exponentials(z, cols, largest));  // of z - largest
-  const float chosen = z[label], even = smoothing / cols;
+  const bool all = about || entropy_grad;
+  const Sums sums =
+      all ? sum_exponentials<true>(z, cols, largest) : sum_exponentials<false>(z, cols, largest);
+  const float log_sum = __builtin_logf(sums.plain);  // of z - largest
+  const float chosen = z[label];
   *loss = log_sum + (1.f - smoothing) * (largest - chosen);
   if (smoothing > 0.f) *loss += smoothing * (largest - total / cols);
+  if (about) describe_row(z, cols, label, total, largest, sums, about);
   if (!grad) return;
-  const float slope = *grad * capping.before * (kTanh ? capping.after : 1.f);
-  gradient_row<kTanh>(z, cols, capping, largest, log_sum, even, slope);
+  const float slope = capping.before * (kTanh ? capping.after : 1.f);
+  const Row row = {largest,          log_sum,
+                   smoothing / cols, log_sum - sums.times_d / sums.plain,
+                   *grad * slope,    entropy_grad ? *entropy_grad * slope : 0.f};
+  gradient_row<kTanh>(z, cols, capping, row);
   const float t = kTanh ? chosen / capping.after : 0.f;
-  z[label] -= (1.f - smoothing) * slope * (1.f - t * t);
+  z[label] -= (1.f - smoothing) * row.slope * (1.f - t * t);
 }
 
 }  // namespace
 
 void KERNEL(cross_entropy)(float* z, int64_t stride, const int64_t* labels, const float* grads,
-                           float* losses, int64_t rows, int64_t cols, float before, float after,
-                           int64_t tanh, float smoothing) {
+                           const float* entropy_grads, float* losses, float* about, int64_t rows,
+                           int64_t cols, float before, float after, int64_t tanh, float smoothing) {
   const Capping capping = {before, after, tanh != 0};
   const auto loss_of = tanh ? loss_row<true> : loss_row<false>;
 #pragma omp parallel for schedule(static) if (rows * cols > kFewElements / 4)
   for (int64_t r = 0; r < rows; r++)
     loss_of(z + r * stride, cols, labels[r], capping, smoothing, losses + r,
-            grads ? grads + r : nullptr);
+            about ? about + 4 * r : nullptr, grads ? grads + r : nullptr,
+            entropy_grads ? entropy_grads + r : nullptr);
 }

@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cputrain import hardware, log, memory, native, settings
-from cputrain.blocks import config_view, encoder, head, lora, recognise
+from cputrain.blocks import config_view, encoder, fused_lm_head, head, lora, recognise
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
 from cputrain.log import logger
@@ -29,8 +29,9 @@ log.show_where_nobody_logs()
 _RECORD = "_cputrain"
 # The optimizer that was taken over together with a model; not in the record, because a copy has no share in it.
 _optimizers: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Optimizer]] = weakref.WeakKeyDictionary()
-# What releases a model's share in our clip_grad_norm_, called when it is restored or collected; a copy has none.
-_clipping: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
+# What releases a model's share in functions of ours that stand in other libraries, called when it is restored or
+# collected; a copy has none.
+_in_libraries: weakref.WeakKeyDictionary[nn.Module, weakref.finalize] = weakref.WeakKeyDictionary()
 
 
 def _optimizer_of(model: nn.Module) -> Optimizer | None:
@@ -155,7 +156,7 @@ def is_optimized(model: nn.Module) -> bool:
 
 def any_optimized() -> bool:
     """Whether any model of this process is optimised now."""
-    return len(_clipping) > 0
+    return len(_in_libraries) > 0
 
 
 def why_stock(model: nn.Module) -> str | None:
@@ -178,7 +179,7 @@ def restore(model: nn.Module) -> nn.Module:
     _undo_model(model)
     for part in model.modules():  # one of them may have been optimised by itself before
         _give_optimizer_back(part)
-    if not _clipping:  # no other model in this process is optimised
+    if not _in_libraries:  # no other model in this process is optimised
         workspace.clear()
         recycled.clear()
         memory.release()
@@ -234,7 +235,13 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
         raise
     gc.collect()  # twins of parts hold as much as their largest parameter, and refer to themselves
     clipping.install()
-    _clipping[model] = weakref.finalize(model, clipping.uninstall)
+    fused_lm_head.install()
+    _in_libraries[model] = weakref.finalize(model, _leave_libraries)
+
+
+def _leave_libraries() -> None:
+    clipping.uninstall()
+    fused_lm_head.uninstall()
 
 
 def _undo_model(model: nn.Module) -> None:
@@ -242,8 +249,8 @@ def _undo_model(model: nn.Module) -> None:
     config_view.undo(model)
     for part in model.modules():
         part.__dict__.pop(_RECORD, None)
-        if part in _clipping:
-            _clipping.pop(part)()
+        if part in _in_libraries:
+            _in_libraries.pop(part)()
 
 
 _DROPPED_MEANS = (

@@ -220,11 +220,16 @@ void rms_norm(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
-// One row's loss, and its gradient in the place of z.
-double loss_in_double(Doubles& z, int64_t label, float before, float after, bool tanh,
-                      double smoothing) {
+struct RowInDouble {
+  double loss = 0, entropy = 0, squares = 0, mean = 0;
+};
+
+// What one row loses, and the gradient of loss · grad + entropy · entropy_grad in the place of z.
+RowInDouble loss_in_double(Doubles& z, int64_t label, float before, float after, bool tanh,
+                           double smoothing, double grad, double entropy_grad) {
   Doubles slope(z.size(), before);
-  double largest = -INFINITY, sum = 0, loss = 0;
+  double largest = -INFINITY, sum = 0;
+  RowInDouble row;
   for (size_t c = 0; c < z.size(); c++) {
     const double t = std::tanh(before * z[c]);
     z[c] = tanh ? after * t : before * z[c];
@@ -232,39 +237,52 @@ double loss_in_double(Doubles& z, int64_t label, float before, float after, bool
     largest = std::fmax(largest, z[c]);
   }
   for (double one : z) sum += std::exp(one - largest);
-  for (size_t c = 0; c < z.size(); c++) {
-    const double log_p = z[c] - largest - std::log(sum);
-    const double q = smoothing / z.size() + ((int64_t)c == label ? 1 - smoothing : 0);
-    loss -= q * log_p;
-    z[c] = (std::exp(log_p) - q) * slope[c];
+  for (double one : z) {
+    const double log_p = one - largest - std::log(sum), p = std::exp(log_p);
+    row.entropy -= p * log_p, row.squares += p * p, row.mean += one / z.size();
   }
-  return loss;
+  for (size_t c = 0; c < z.size(); c++) {
+    const double log_p = z[c] - largest - std::log(sum), p = std::exp(log_p);
+    const double q = smoothing / z.size() + ((int64_t)c == label ? 1 - smoothing : 0);
+    row.loss -= q * log_p;
+    z[c] = ((p - q) * grad - p * (log_p + row.entropy) * entropy_grad) * slope[c];
+  }
+  return row;
 }
 
 void cross_entropy(Random& random, int64_t rows, int64_t cols) {
   if (!cols) return;
   const bool tanh = random.coin(), has_grads = random.coin();
+  const bool has_about = random.coin(), of_entropy = random.coin();
   const float before = random.pick({1.f, 0.3f}), after = random.pick({1.f, 5.f});
   const float smoothing = random.pick({0.f, 0.1f});
   const int64_t stride = cols + random.below(5);
-  describe("cross_entropy", rows, cols, stride, tanh, has_grads, before, after, smoothing);
-  Floats logits(random, rows * stride), grads(random, rows);
+  describe("cross_entropy", rows, cols, stride, tanh, has_grads, has_about, of_entropy, before,
+           after, smoothing);
+  Floats logits(random, rows * stride), grads(random, rows), entropy_grads(random, rows);
   Guarded<int64_t> labels(rows);
   for (int64_t r = 0; r < rows; r++) labels[r] = random.below(cols);
   on_every_isa(1e-4, [&](Same& same) {
-    Floats z(rows * stride), losses(rows);
+    Floats z(rows * stride), losses(rows), about(4 * rows);
     z.copy(logits);
-    CALL(cross_entropy, z, stride, labels, grads.if_wanted(has_grads), losses, rows, cols, before,
-         after, tanh, smoothing);
+    CALL(cross_entropy, z, stride, labels, grads.if_wanted(has_grads),
+         entropy_grads.if_wanted(of_entropy), losses, about.if_wanted(has_about), rows, cols,
+         before, after, tanh, smoothing);
     for (int64_t r = 0; r < rows; r++) {
       Doubles row(logits.data() + r * stride, logits.data() + r * stride + cols);
-      const double loss = loss_in_double(row, labels[r], before, after, tanh, smoothing);
-      expect(near(losses[r], loss, 1e-5, 5), "cross entropy");
+      const RowInDouble is = loss_in_double(row, labels[r], before, after, tanh, smoothing,
+                                            grads[r], of_entropy ? entropy_grads[r] : 0);
+      expect(near(losses[r], is.loss, 1e-5, 5), "cross entropy");
+      const float* said = about.data() + 4 * r;
+      if (has_about) {
+        expect(near(said[0], is.entropy, 1e-5, 5), "entropy");
+        expect(near(said[1], std::log(is.squares), 1e-5, 5), "squares of probabilities");
+        expect(near(said[2], is.mean, 1e-5, 5), "mean logit");
+      }
       for (int64_t c = 0; c < stride; c++) {
         const float found = z[r * stride + c];
         if (c >= cols) expect(found == logits[r * stride + c], "cross entropy: beyond a row");
-        if (c < cols && has_grads)
-          expect(near(found, row[c] * grads[r], 1e-5, 5), "gradient of logits");
+        if (c < cols && has_grads) expect(near(found, row[c], 1e-5, 20), "gradient of logits");
       }
     }
     same.check(losses);

@@ -180,7 +180,7 @@ def test_the_last_restored_model_gives_freed_memory_back(monkeypatch):
     gc.collect()  # models of other tests
     released = []
     monkeypatch.setattr("cputrain.memory.release", lambda: released.append(1))
-    monkeypatch.setattr("cputrain.api._clipping", weakref.WeakKeyDictionary())
+    monkeypatch.setattr("cputrain.api._in_libraries", weakref.WeakKeyDictionary())
     first, second = cputrain.optimize(token_bert()), cputrain.optimize(token_bert())
     cputrain.restore(first)
     assert not released

@@ -10,8 +10,9 @@ The logits of a vocabulary are computed where code looks at them (lazy_logits.py
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from cputrain import settings
-from cputrain.blocks import tied_embedding
+from cputrain.blocks import fused_lm_head, tied_embedding
 from cputrain.blocks.config_view import is_transformers_model
 from cputrain.blocks.lazy_logits import LazyLogits, Source
 from cputrain.blocks.leaves import FEWEST_FEATURES, linear_forward
@@ -44,6 +45,7 @@ FEWEST_BYTES = 8 << 20
 
 # module.__dict__ key of a token head whose logits are lazy: the output embeddings of a language model.
 VOCABULARY = "_cputrain_vocabulary"
+SKIP_LOGITS = "skip_logits"
 
 
 @dataclass
@@ -65,6 +67,17 @@ class _Call:
 
 
 _call: ContextVar[_Call | None] = ContextVar("cputrain_model_call", default=None)
+_loss_follows: ContextVar[bool] = ContextVar("cputrain_loss_follows", default=False)
+
+
+@contextlib.contextmanager
+def loss_follows() -> Iterator[None]:
+    """Within, models are called for a loss that their caller computes: they get no labels, and still no logits."""
+    token = _loss_follows.set(True)
+    try:
+        yield
+    finally:
+        _loss_follows.reset(token)
 
 
 def note_encoded(dropped: PaddingMask | None) -> None:
@@ -79,6 +92,8 @@ def model_forward(self: nn.Module, stock: Callable, *args: Any, **kwargs: Any) -
     given = dict(zip(parameter_names(type(self).forward), args, strict=False)) if args else {}
     mask, labels = (given.get(name, kwargs.get(name)) for name in ("attention_mask", "labels"))
     token = _call.set(_Call(mask, labels is not None))
+    if SKIP_LOGITS not in parameter_names(type(self).forward):  # Liger's word, which Trainer uses: lazy logits do it
+        kwargs.pop(SKIP_LOGITS, None)
     try:
         return stock(*args, **kwargs)
     finally:
@@ -118,8 +133,8 @@ def _may_wait(head: nn.Linear, x: Tensor) -> bool:
     """Whether a loss may follow, and the logits are so large that it should do without them."""
     tensors = [tensor for tensor in (x, head.weight, head.bias) if tensor is not None]
     call = _call.get()
-    has_labels = call is not None and call.has_labels
-    if not has_labels and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
+    is_for_loss = _loss_follows.get() or (call is not None and call.has_labels)
+    if not is_for_loss and not (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)):
         return False
     if x.shape[-1:] != (head.in_features,) or 4 * x.shape[:-1].numel() * head.out_features < FEWEST_BYTES:
         return False
@@ -203,6 +218,7 @@ def take_over_tokens(model: nn.Module, encoders: list[nn.Module], others: list[n
             patches.bind(_join(name, part_name), part, "forward", token_head_forward, what)
             if part is vocabulary:
                 part.__dict__[VOCABULARY] = True
+                fused_lm_head.note(part)
 
 
 LAZY = "its logits are computed only where code reads them; cross-entropy takes none"
@@ -221,6 +237,7 @@ def take_over_vocabularies(model: nn.Module, patches: Patches) -> None:
         what = LAZY if patches.format.is_stock else f"its product in {patches.format.name}; {LAZY}"
         inside = next(part_name for part_name, part in module.named_modules() if part is head)
         patches.bind(_join(name, inside), head, "forward", vocabulary_forward, what)
+        fused_lm_head.note(head)
         if untouched(module):
             patches.bind(name, module, "forward", model_forward, "tells its head of labels", computes=False)
 

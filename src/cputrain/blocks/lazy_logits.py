@@ -23,9 +23,10 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from cputrain.formats import Format
-from cputrain.ops.cross_entropy import AS_THEY_ARE, Capping, Loss, summed_loss, token_losses
+from cputrain.ops.cross_entropy import AS_THEY_ARE, Capping, Loss, summed_loss
 from cputrain.ops.gradient import fp32_backward, without_autocast
 from cputrain.ops.linear import flat, linear
+from cputrain.ops.token_losses import token_losses
 
 
 @dataclass(frozen=True)

@@ -3,19 +3,37 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from typing import Any
 
 import transformers.trainer as stock
 from torch import nn
 from torch.utils.data import DataLoader
 
-from cputrain.integrations import hook
+from cputrain.integrations import hook, liger
 from cputrain.integrations.accelerate import Accelerator
+from cputrain.integrations.label_smoothing import LabelSmoother
 from cputrain.integrations.trainer_record import RecordingTrainer
 
 
 class Trainer(RecordingTrainer, stock.Trainer):
     """Stock's, optimised."""
+
+    @functools.wraps(stock.Trainer.__init__)  # type: ignore[misc]
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        LabelSmoother.adopt(getattr(self, "label_smoother", None))
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with liger.accepted(self.accelerator):
+            return super().train(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Trainer computes the loss of smoothed labels, and a script's own, from logits of a call without labels."""
+        from cputrain.blocks import head  # here: a script that only imports Trainer shouldn't wait for our layers
+
+        with head.loss_follows():
+            return super().prediction_step(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -44,7 +44,7 @@ SIGNATURES = {
     "sum_of_squares": "ippps",
     "scale": "ippfs",
     "ccl_reduce": "iippiiip",
-    "cross_entropy": "pippp" + "ii" + "ffif",
+    "cross_entropy": "pippppp" + "ii" + "ffif",
     "dropout": "ppiifk",
     "gated": "pppii",
     "gated_backward": "ppppppii",

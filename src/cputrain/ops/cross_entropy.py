@@ -4,7 +4,7 @@ The logits of all tokens would be the largest tensor of a language model, and st
 few hundred tokens at a time are multiplied, become a loss and, in the same memory, the gradient of their logits, which
 is multiplied with weight and hidden states at once. So a loss and its gradients take the same three products as with
 stock, and the backward has only to scale what the forward found. That needs every token's share in the loss to be known
-in the forward, as in a mean or a sum; `token_losses` doesn't know it, and computes the logits again in its backward.
+in the forward, as in a mean or a sum; token_losses.py is for losses where it isn't.
 
 Shapes: x_TI tokens × in-features, w_VI vocabulary × in, z_CV logits of a chunk of tokens, labels_T.
 """
@@ -55,6 +55,8 @@ PLAIN = Loss()
 
 def _chunks(tokens: int, vocabulary: int, call: Call) -> Iterator[tuple[slice, Call]]:
     """Tokens, in parts of one size; one part's products belong to `call`, which may look at a sample of them."""
+    if not tokens:
+        return
     most = max(CHUNK_BYTES // (4 * vocabulary), 64)
     size = -(-tokens // -(-tokens // most))
     begins = range(0, tokens, size)
@@ -63,14 +65,28 @@ def _chunks(tokens: int, vocabulary: int, call: Call) -> Iterator[tuple[slice, C
         yield slice(begin, min(begin + size, tokens)), call if begin == looked_at else call.beside()
 
 
-def _losses_of_logits(z_CV: Tensor, labels: Tensor, loss: Loss, losses: Tensor, token_grads: Tensor | None) -> None:
-    """Fills in `losses`; z becomes its gradient times `token_grads`, if given."""
+class PerToken(NamedTuple):
+    """What is known or wanted of each token; `about_T4` is its entropy, log Σ p², mean logit, and 1 for a top label."""
+
+    losses: Tensor
+    about_T4: Tensor | None = None
+    grads: Tensor | None = None  # of the losses
+    entropy_grads: Tensor | None = None
+
+    def of(self, part: slice) -> PerToken:
+        return PerToken(*(None if tensor is None else tensor[part] for tensor in self))  # type: ignore[arg-type]
+
+
+def _losses_of_logits(z_CV: Tensor, labels: Tensor, loss: Loss, tokens: PerToken) -> None:
+    """Fills in losses and `about_T4`; z becomes the gradient, if `tokens` has gradients."""
     rows, cols = z_CV.shape
     place, stride = rows_of("cross_entropy: logits", z_CV, (rows, cols))
     native.kernels().cross_entropy(
         *(place, stride, address("cross_entropy: labels", labels, rows, torch.int64)),
-        address("cross_entropy: gradients of losses", token_grads, rows),
-        address("cross_entropy: losses", losses, rows),
+        address("cross_entropy: gradients of losses", tokens.grads, rows),
+        address("cross_entropy: gradients of entropies", tokens.entropy_grads, rows),
+        address("cross_entropy: losses", tokens.losses, rows),
+        address("cross_entropy: about", tokens.about_T4, 4 * rows),
         *(rows, cols, loss.capping.before, loss.capping.after, int(loss.capping.tanh), loss.smoothing),
     )
 
@@ -78,10 +94,10 @@ def _losses_of_logits(z_CV: Tensor, labels: Tensor, loss: Loss, losses: Tensor, 
 class _Gradients:
     """Of hidden states, weight and bias, as far as they are wanted; filled in chunk by chunk."""
 
-    def __init__(self, x_TI: Tensor, w_VI: Tensor, wanted: tuple[bool, bool, bool]) -> None:
+    def __init__(self, x_TI: Tensor, w_VI: Tensor, wanted: tuple[bool, ...]) -> None:
         self.want_x, self.want_w, self.want_bias = wanted
         self.x = torch.empty_like(x_TI) if self.want_x else None
-        self.w: Tensor | None = None
+        self.w = torch.zeros_like(w_VI) if self.want_w and not len(x_TI) else None
         self.bias = w_VI.new_zeros(w_VI.shape[0]) if self.want_bias else None
 
     def add(self, call: Call, part: slice, dz_CV: Tensor, w_VI: Tensor, saved: Saved) -> None:
@@ -98,29 +114,31 @@ class _Gradients:
         return self.x, self.w, self.bias
 
 
-def _run(
+def run(
     x_TI: Tensor,
     w_VI: Tensor,
     bias_V: Tensor | None,
     labels_T: Tensor,
-    token_grads: Tensor | None,
+    tokens: PerToken,
     loss: Loss,
     call: Call,
-    wanted: tuple[bool, bool, bool],
-) -> tuple[Tensor, tuple[Tensor | None, ...]]:
-    """Each token's loss, and the gradients of Σ token_grads · losses."""
-    tokens, vocabulary = x_TI.shape[0], w_VI.shape[0]
-    losses, grads = x_TI.new_empty(tokens), _Gradients(x_TI, w_VI, wanted)
+    wanted: tuple[bool, ...],
+) -> tuple[Tensor | None, ...]:
+    """Fills in what `tokens` wants; returns the gradients of Σ grads · losses + Σ entropy_grads · entropies."""
+    vocabulary, grads = w_VI.shape[0], _Gradients(x_TI, w_VI, wanted)
     logits = None
-    for part, its_call in _chunks(tokens, vocabulary, call):
+    for part, its_call in _chunks(len(x_TI), vocabulary, call):
         rows = part.stop - part.start
         logits = x_TI.new_empty(rows, vocabulary) if logits is None else logits
         z_CV, saved = its_call.forward(x_TI[part], Dense(w_VI), bias_V, save=wanted[1], out=logits[:rows])
-        found = None if token_grads is None else token_grads[part]
-        _losses_of_logits(z_CV, labels_T[part], loss, losses[part], found if any(wanted) else None)
+        _losses_of_logits(z_CV, labels_T[part], loss, tokens.of(part))
         if any(wanted):
             grads.add(its_call, part, z_CV, w_VI, saved)
-    return losses, grads.all()
+    return grads.all()
+
+
+def _with_equal_shares(tokens: int, share: float, has_grads: bool) -> PerToken:
+    return PerToken(torch.empty(tokens), grads=torch.full((tokens,), share) if has_grads else None)
 
 
 class _SummedLoss(torch.autograd.Function):
@@ -130,12 +148,12 @@ class _SummedLoss(torch.autograd.Function):
     def forward(ctx, x_TI, w_VI, bias_V, labels_T, divisor: float, loss: Loss, format: Format, graph: bool) -> Tensor:
         # Without a graph (evaluation) there will be no backward, but needs_input_grad doesn't know that.
         wanted = ctx.needs_input_grad[:3] if graph else (False, False, False)
-        token_grads = x_TI.new_full((x_TI.shape[0],), 1.0 / divisor)
-        losses, ctx.grads = _run(x_TI, w_VI, bias_V, labels_T, token_grads, loss, format.begin(), wanted)
+        tokens = _with_equal_shares(len(x_TI), 1.0 / divisor, any(wanted))
+        ctx.grads = run(x_TI, w_VI, bias_V, labels_T, tokens, loss, format.begin(), wanted)
         ctx.run_again = (divisor, loss, format, wanted)
         ctx.table = shared_table(w_VI)
         ctx.save_for_backward(x_TI, w_VI, bias_V, labels_T)
-        return losses.double().sum().div_(divisor).float()
+        return tokens.losses.double().sum().div_(divisor).float()
 
     @staticmethod
     @fp32_backward
@@ -144,8 +162,8 @@ class _SummedLoss(torch.autograd.Function):
         grads, ctx.grads = ctx.grads, None
         if grads is None:  # with retain_graph: the first backward gave away what the forward had computed
             divisor, loss, format, wanted = ctx.run_again
-            token_grads = x_TI.new_full((x_TI.shape[0],), 1.0 / divisor)
-            _, grads = _run(x_TI, w_VI, bias_V, labels_T, token_grads, loss, format.begin(), wanted)
+            tokens = _with_equal_shares(len(x_TI), 1.0 / divisor, any(wanted))
+            grads = run(x_TI, w_VI, bias_V, labels_T, tokens, loss, format.begin(), wanted)
         factor = grad.item()
         grads = grads if factor == 1.0 else [None if g is None else g.mul_(factor) for g in grads]
         if ctx.table is not None and grads[1] is not None:
@@ -153,23 +171,7 @@ class _SummedLoss(torch.autograd.Function):
         return *grads, None, None, None, None, None
 
 
-class _TokenLosses(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x_TI, w_VI, bias_V, labels_T, loss: Loss, format: Format) -> Tensor:
-        ctx.loss, ctx.format = loss, format
-        ctx.save_for_backward(x_TI, w_VI, bias_V, labels_T)
-        return _run(x_TI, w_VI, bias_V, labels_T, None, loss, format.begin(), (False, False, False))[0]
-
-    @staticmethod
-    @fp32_backward
-    def backward(ctx, grad_T: Tensor):
-        x_TI, w_VI, bias_V, labels_T = ctx.saved_tensors
-        wanted, call = ctx.needs_input_grad[:3], ctx.format.begin()
-        _, grads = _run(x_TI, w_VI, bias_V, labels_T, grad_T.contiguous(), ctx.loss, call, wanted)
-        return *grads, None, None, None
-
-
-def _checked(x_TI: Tensor, w_VI: Tensor, bias_V: Tensor | None, labels_T: Tensor) -> tuple[Any, ...]:
+def checked(x_TI: Tensor, w_VI: Tensor, bias_V: Tensor | None, labels_T: Tensor) -> tuple[Any, ...]:
     require_linear("cross_entropy", x_TI, w_VI, bias_V)
     if labels_T.dtype != torch.int64 or labels_T.shape != x_TI.shape[:1]:
         raise ValueError(
@@ -192,22 +194,10 @@ def summed_loss(
     format: Format = FP32,
 ) -> Tensor:
     """Σ cross-entropy of the tokens' logits, divided by `divisor`."""
-    return _SummedLoss.apply(*_checked(x_TI, w_VI, bias_V, labels_T), divisor, loss, format, torch.is_grad_enabled())
-
-
-def token_losses(
-    x_TI: Tensor,
-    w_VI: Tensor,
-    bias_V: Tensor | None,
-    labels_T: Tensor,
-    loss: Loss = PLAIN,
-    format: Format = FP32,
-) -> Tensor:
-    """Each token's cross-entropy."""
-    return _TokenLosses.apply(*_checked(x_TI, w_VI, bias_V, labels_T), loss, format)
+    return _SummedLoss.apply(*checked(x_TI, w_VI, bias_V, labels_T), divisor, loss, format, torch.is_grad_enabled())
 
 
 def plain(x_TI: Tensor, w_VI: Tensor, bias_V: Tensor | None, labels_T: Tensor, loss: Loss = PLAIN) -> Tensor:
-    """`token_losses` in PyTorch, for fp32."""
+    """Each token's cross-entropy in PyTorch, for fp32."""
     z_TV = loss.capping(torch.nn.functional.linear(x_TI, w_VI, bias_V))
     return torch.nn.functional.cross_entropy(z_TV, labels_T, reduction="none", label_smoothing=loss.smoothing)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from cputrain.formats import FORMATS
 from cputrain.ops import cross_entropy as ce
 from cputrain.ops.cross_entropy import Capping, Loss
+from cputrain.ops.token_losses import token_losses
 
 # Tokens, features, vocabulary: one, odd, more than a vector, several chunks.
 SIZES = [(1, 1, 2), (3, 5, 2), (5, 17, 33), (130, 24, 1001), (7, 8, 16), (64, 33, 515)]
@@ -62,14 +63,6 @@ def test_summed_loss(isa, size, loss, bias):
         lambda *a: ce.plain(*a, loss).sum() / 3,
         operands,
     )
-
-
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("loss", LOSSES)
-def test_token_losses(isa, size, loss):
-    operands = _operands(*size)
-    grad = torch.randn(size[0])
-    _compare(lambda *a: ce.token_losses(*a, loss), lambda *a: ce.plain(*a, loss), operands, grad)
 
 
 @pytest.mark.parametrize("format", ["int16", "bf16_saved", "bf16"])
@@ -135,7 +128,7 @@ def test_extreme_logits_are_stocks(isa):
         function(z, losses)
         return losses, z
 
-    ours = run(lambda z, losses: ce._losses_of_logits(z, labels, Loss(), losses, grads))
+    ours = run(lambda z, losses: ce._losses_of_logits(z, labels, Loss(), ce.PerToken(losses, grads=grads)))
     z = rows.double().requires_grad_()
     losses = F.cross_entropy(z, labels, reduction="none")
     losses.sum().backward()
@@ -150,7 +143,7 @@ def test_labels_outside_the_vocabulary_are_refused_as_stock_does():
         with pytest.raises(IndexError, match=f"Target {wrong} is out of bounds"):
             ce.summed_loss(x, w, bias, labels)
     with pytest.raises(ValueError, match="labels must be 5 of int64"):
-        ce.token_losses(x, w, bias, labels.float())
+        ce.summed_loss(x, w, bias, labels.float())
 
 
 def test_only_a_chunk_of_logits_exists(monkeypatch):
@@ -162,7 +155,7 @@ def test_only_a_chunk_of_logits_exists(monkeypatch):
     assert sum(sizes) == 600 * 1001 and max(sizes) <= 64 * 1001
 
 
-@pytest.mark.parametrize("loss", [ce.summed_loss, ce.token_losses])
+@pytest.mark.parametrize("loss", [ce.summed_loss, token_losses])
 def test_evaluation_computes_no_gradients(monkeypatch, loss):
     operands = _operands(70, 8, 101)
     for leaf in operands[:3]:
