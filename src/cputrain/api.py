@@ -19,7 +19,7 @@ from cputrain.formats import FORMATS, choose
 from cputrain.log import logger
 from cputrain.native import recycled, workspace
 from cputrain.optimizers import clipping, takeover
-from cputrain.patching import bind
+from cputrain.patching import bind, half_precision
 from cputrain.patching.bind import Patches
 
 Padding = Literal["drop", "keep"]
@@ -108,9 +108,12 @@ def optimize(
     choice = choose.choose(dtype)
     choose.tell(choice)
 
+    earlier = half_precision.noted(model)
     _undo_model(model)
+    half_precision.note(earlier)
     record = Record(choice.dtype, choice.reason, padding, Patches(FORMATS[choice.format]))
     model.__dict__[_RECORD] = record
+    _widen(model, optimizer, record.patches)
     _take_over_model(model, record)
     memory.keep_freed_memory()
     if optimizer is None:
@@ -142,6 +145,8 @@ def explain(model: nn.Module) -> Explanation:
         ("instruction set", *hardware.best_isa()),
         ("padding", record.padding, _padding_reason(model, record)),
     ]
+    if (dtype := half_precision.described(model)) is not None:
+        facts.append(("parameters", *dtype))
     if (adapters := lora.described(model)) is not None:
         facts.append(adapters)
     if optimizer is not None:
@@ -176,6 +181,7 @@ def restore(model: nn.Module) -> nn.Module:
     >>> model = cputrain.restore(model)
     """
     _check_module(model)
+    half_precision.round_back(model, _optimizer_of(model))
     _undo_model(model)
     for part in model.modules():  # one of them may have been optimised by itself before
         _give_optimizer_back(part)
@@ -220,6 +226,15 @@ def _check(model: nn.Module, optimizer: Optimizer | None, padding: str) -> None:
             )
 
 
+def _widen(model: nn.Module, optimizer: Optimizer | None, patches: Patches) -> None:
+    """What is trained in half precision becomes fp32 in place, if activations can be fp32 inside."""
+    patches.halves = half_precision.why_not(model) is None
+    if patches.halves:
+        inside = (part for part in model.modules() if config_view.is_transformers_model(part))
+        half_precision.promote(model, None if optimizer is None else takeover.unwrapped(optimizer))
+        half_precision.mark(model, *inside)
+
+
 def _take_over_model(model: nn.Module, record: Record) -> None:
     patches = record.patches
     try:
@@ -231,6 +246,7 @@ def _take_over_model(model: nn.Module, record: Record) -> None:
         config_view.choose(model, ragged)
         recognise.take_over_model(model, patches)
     except BaseException:
+        half_precision.round_back(model, _optimizer_of(model))
         _undo_model(model)
         raise
     gc.collect()  # twins of parts hold as much as their largest parameter, and refer to themselves

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as stock
+from safetensors.torch import load_file
 
 import cputrain
 from cputrain import api
@@ -234,3 +235,15 @@ def test_bf16_never_enters_autocast(tmp_path: Path, caplog: pytest.LogCaptureFix
     ours.evaluate()
     assert set(seen) == {False}
     assert len([line for line in caplog.messages if line.startswith("the script asks for bf16, ")]) == 1
+
+
+def test_a_model_loaded_in_bf16_is_saved_as_fp32_and_resumes_exactly(tmp_path: Path) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4}
+    whole = trainer("ours", tmp_path, options, model=bert().to(torch.bfloat16))
+    whole.train()
+    weights = load_file(tmp_path / "ours" / "checkpoint-4" / "model.safetensors")
+    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    again = trainer("ours", tmp_path, options, model=bert().to(torch.bfloat16))
+    again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
+    for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
+        assert one.dtype == torch.float32 and torch.equal(one, other)

@@ -25,6 +25,7 @@ from cputrain.patching.bind import (
     why_not_parts,
     why_not_tensors,
 )
+from cputrain.patching.half_precision import is_half
 
 _recording: ContextVar[bool] = ContextVar("cputrain_recording_embeddings", default=False)
 _MOST_TABLES = 3
@@ -166,6 +167,8 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if not all(untouched(child) for child in children):
         return False
     if len(tables) < 2 or len(norms) != 1 or len(dropouts) > 1 or len(children) != len(tables) + 1 + len(dropouts):
+        return False
+    if any(is_half(table.weight) for table in tables):  # frozen ones: their rows become fp32 one by one
         return False
     if norms[0].weight is None or norms[0].bias is None or len(norms[0].normalized_shape) != 1:
         return False

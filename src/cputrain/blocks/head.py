@@ -38,6 +38,7 @@ from cputrain.patching.bind import (
     why_not_tensors,
     why_not_transform,
 )
+from cputrain.patching.half_precision import is_frozen_half
 from cputrain.patching.probe import REFUSALS
 
 # Smaller logits are computed at once: stock's loss takes no longer than asking for ours.
@@ -143,7 +144,7 @@ def _may_wait(head: nn.Linear, x: Tensor) -> bool:
         and not torch.is_inference_mode_enabled()
         and not has_hook(head)
         and why_not_bias_size(head.bias, head.out_features) is None
-        and why_not_tensors(*tensors) is None
+        and why_not_tensors(x, head.bias, *(() if is_frozen_half(head.weight) else (head.weight,))) is None
     )
 
 

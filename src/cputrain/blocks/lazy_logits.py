@@ -42,6 +42,7 @@ class Source:
     real: Tensor | None
     format: Format
     capping: Capping = AS_THEY_ARE
+    dtype: torch.dtype = torch.float32  # of the logits; a loss is computed as if they hadn't been rounded
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -62,7 +63,7 @@ class Source:
         z = linear(flat(self.x).contiguous(), self.w_VI, self.bias_V, self.format).view(self.shape)
         if self.real is not None and self.bias_V is not None:
             z = z.masked_fill(~self.real.unsqueeze(-1), 0.0)
-        return self.capping(z)
+        return self.capping(z).to(self.dtype)
 
 
 class _Deferred(torch.autograd.Function):
@@ -72,7 +73,7 @@ class _Deferred(torch.autograd.Function):
     def forward(ctx, x: Tensor, w_VI: Tensor, bias_V: Tensor | None, source: Source) -> Tensor:
         ctx.save_for_backward(x, w_VI, bias_V)
         ctx.source = replace(source, x=x[..., :0], w_VI=w_VI[:0], bias_V=None)  # all but the tensors
-        return Tensor._make_wrapper_subclass(LazyLogits, source.shape, dtype=x.dtype, device=x.device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(LazyLogits, source.shape, dtype=source.dtype, device=x.device)  # type: ignore[attr-defined]
 
     @staticmethod
     @fp32_backward
@@ -129,6 +130,10 @@ class LazyLogits(Tensor):
     def is_lazy(self) -> bool:
         """Nothing has looked at these logits, or at others that share their memory, and no node is behind ours."""
         return self._root._found is None and _node_of(self) is self._node
+
+    def as_dtype(self, dtype: torch.dtype) -> LazyLogits:
+        """The same as logits of a model in that dtype; only values that are read are rounded to it."""
+        return self if dtype is self.dtype else LazyLogits.of(replace(self.source, dtype=dtype))
 
     @without_autocast
     def computed(self) -> Tensor:
@@ -218,12 +223,16 @@ _ABOUT = {
 
 
 def _float(logits: LazyLogits) -> Any:
-    return logits
+    return logits.as_dtype(torch.float32)
 
 
 def _to(logits: LazyLogits, *args: Any, **kwargs: Any) -> Any:
-    same = {torch.float32, "cpu", torch.device("cpu"), False, None}
-    return logits if same.issuperset([*args, *kwargs.values()]) and not kwargs.get("copy") else NotImplemented
+    given = [*args, *kwargs.values()]
+    if kwargs.get("copy") or not {torch.float32, logits.dtype, "cpu", torch.device("cpu"), False, None}.issuperset(
+        given
+    ):
+        return NotImplemented
+    return _float(logits) if torch.float32 in given else logits
 
 
 def _contiguous(logits: LazyLogits, memory_format: Any = torch.contiguous_format) -> Any:
@@ -345,7 +354,7 @@ def _cross_entropy(
     if not bool((counts if source.real is None else counts & source.real).any()):
         return NotImplemented
     input._root.check()
-    return _loss(source, target, counts, reduction, Loss(source.capping, label_smoothing))
+    return _loss(source, target, counts, reduction, Loss(source.capping, label_smoothing)).to(source.dtype)
 
 
 @without_autocast
@@ -367,7 +376,8 @@ def _loss(source: Source, labels: Tensor, counts: Tensor, reduction: str, loss: 
 
 _LAZILY: dict[Callable, Callable] = {
     F.cross_entropy: _cross_entropy,
-    **dict.fromkeys((Tensor.float, Tensor.cpu), _float),
+    Tensor.float: _float,
+    Tensor.cpu: lambda logits: logits,
     Tensor.to: _to,
     Tensor.contiguous: _contiguous,
     **dict.fromkeys((Tensor.clone, torch.clone), _clone),

@@ -1,10 +1,16 @@
-"""Single modules with a faster twin, wherever they stand: Dropout, LayerNorm, activations; in low precision Linear."""
+"""Single modules with a faster twin, wherever they stand: Dropout, LayerNorm, activations; in low precision Linear.
+
+Linear layers and embeddings whose frozen weights are bf16 or fp16 are always ours: activations are fp32.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cputrain.blocks.mlp import activation_kind, known_kind
 from cputrain.ops.activation import bias_activation
@@ -13,6 +19,7 @@ from cputrain.ops.linear import flat, linear
 from cputrain.ops.norm import layer_norm
 from cputrain.padding import computed
 from cputrain.patching.bind import Patches, format_of, step_aside, untouched, why_not_bias_size, why_not_tensors
+from cputrain.patching.half_precision import HALF, is_frozen_half, is_half
 
 # Below this many elements a stock call is over before ours has checked its arguments.
 WORTHWHILE = 16384
@@ -67,6 +74,8 @@ def conv1d_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
 
 def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) -> Tensor:
     input = computed(input)
+    if w_OI.dtype in HALF and input.dtype is torch.float32:
+        return _product_of_halves(module, input, w_OI)
     format = format_of(module)
     out_features, in_features = w_OI.shape
     small = out_features < FEWEST_FEATURES or input.numel() * out_features < WORTHWHILE_PRODUCT
@@ -78,6 +87,44 @@ def _product(module: nn.Module, stock: Callable, input: Tensor, w_OI: Tensor) ->
         return stock(input)
     y = linear(flat(input).contiguous(), w_OI, module.bias, format)
     return y.view(*input.shape[:-1], out_features)
+
+
+def _product_of_halves(module: nn.Module, input: Tensor, w_OI: Tensor) -> Tensor:
+    """Of a frozen weight in its two bytes; what is small, odd or not frozen any more, is unpacked."""
+    if torch.is_autocast_enabled("cpu"):
+        return F.linear(input, w_OI, module.bias)
+    bias = module.bias
+    reason = why_not_tensors(input, bias) or why_not_bias_size(bias, len(w_OI)) or _why_not_halves(w_OI, input)
+    if reason is None and input.numel() * len(w_OI) >= WORTHWHILE_PRODUCT:
+        return linear(flat(input).contiguous(), w_OI, bias, format_of(module)).view(*input.shape[:-1], len(w_OI))
+    if reason is not None:
+        step_aside(module, reason, "unpacks its weight")
+    return F.linear(input, w_OI.float(), None if bias is None else bias.float())
+
+
+def _why_not_halves(w_OI: Tensor, input: Tensor) -> str | None:
+    if not is_frozen_half(w_OI):
+        return f"its {w_OI.dtype} weight is trained since: call cputrain.optimize again"
+    if type(w_OI) not in (Tensor, nn.Parameter) or not w_OI.is_cpu or w_OI.layout is not torch.strided:
+        return f"a weight is a {type(w_OI).__name__} on {w_OI.device}"
+    return None if input.dim() and input.shape[-1] == w_OI.shape[1] else f"an input of shape {tuple(input.shape)}"
+
+
+def table_forward(self: nn.Embedding, stock: Callable, *args: Any, **kwargs: Any) -> Tensor:
+    rows = stock(*args, **kwargs)
+    return rows.float() if rows.dtype in HALF else rows
+
+
+def take_over_tables(model: nn.Module, patches: Patches) -> None:
+    """Frozen ones, in a model whose activations are fp32."""
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and untouched(module) and _is_served_half(module):
+            patches.bind(name, module, "forward", table_forward, "rows as fp32")
+
+
+def _is_served_half(module: nn.Module) -> bool:
+    weight = module._parameters.get("weight")
+    return weight is not None and is_half(weight) and not weight.requires_grad
 
 
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
@@ -94,11 +141,14 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
 
 def take_over_linears(model: nn.Module, patches: Patches) -> None:
     """Those that nothing else has claimed; in fp32 stock's product is as fast as any."""
-    if patches.format.is_stock:
-        return
     for name, module in model.named_modules():
         forward, width = _linear_kind(module)
-        if forward is not None and untouched(module) and width >= FEWEST_FEATURES:
+        if forward is None or not untouched(module):
+            continue
+        if patches.halves and _is_served_half(module):
+            what = f"its product in {patches.format.name}, of a frozen {module.weight.dtype} weight"
+            patches.bind(name, module, "forward", forward, what.replace("torch.", ""))
+        elif width >= FEWEST_FEATURES and not patches.format.is_stock:
             patches.bind(name, module, "forward", forward, f"its product in {patches.format.name}")
 
 

@@ -24,7 +24,7 @@ from cputrain.blocks import (
     stack,
 )
 from cputrain.blocks.config_view import is_transformers_model
-from cputrain.patching import autocast, padded_reads
+from cputrain.patching import autocast, half_precision, padded_reads
 from cputrain.patching.bind import Patches, is_ours, parameter_names, untouched
 from cputrain.patching.probe import remembering
 
@@ -60,9 +60,12 @@ def _why_touched(module: nn.Module) -> str:
 
 def take_over_model(model: nn.Module, patches: Patches) -> None:
     """Linear layers that are left, then the model as a whole, in whose forward autocast is put right for all parts."""
+    if patches.halves:
+        leaves.take_over_tables(model, patches)
     head.take_over_vocabularies(model, patches)
     lora.take_over(model, patches)
     leaves.take_over_linears(model, patches)
+    _bind_boundaries(model, patches)
     if patches.format.wants_autocast:
         model.__dict__[autocast.RUNS_IN_BF16] = True
     if is_ours(model.__dict__.get("forward")):
@@ -72,6 +75,13 @@ def take_over_model(model: nn.Module, patches: Patches) -> None:
     else:
         in_bf16 = patches.format.wants_autocast
         patches.bind("", model, "forward", _as_stock, _AUTOCAST[in_bf16], computes=in_bf16)
+
+
+def _bind_boundaries(model: nn.Module, patches: Patches) -> None:
+    """Models inside, which may be called by themselves, take and give the dtype that they were loaded in."""
+    for name, part in model.named_modules():
+        if half_precision.LOADED in part.__dict__ and part is not model and untouched(part):
+            patches.bind(name, part, "forward", _as_stock, "fp32 inside, its own dtype outside", computes=False)
 
 
 _AUTOCAST = {

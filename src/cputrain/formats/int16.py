@@ -96,7 +96,7 @@ class Int16Call(Call):
         rows, columns = workspace.object_of_thread("input packed last", _Latest).packed(x, use.save)
         y = self._product(rows, weight, bias, use.out, use.plus)
         if self.watch.looks:
-            self.watch.look_at_rows("a forward product", x, weight.dense())
+            self.watch.look_at_rows("a forward product", x, weight.looked_at())
         return y, () if columns is None else self._saved(x, columns)
 
     def forward_activated(
@@ -104,7 +104,7 @@ class Int16Call(Call):
     ) -> tuple[Tensor, Tensor]:
         y = self._product(x.packed(), weight, bias)
         if self.watch.looks:
-            self.watch.look_at_rows("a forward product", x.values()[0], weight.dense())
+            self.watch.look_at_rows("a forward product", x.values()[0], weight.looked_at())
         return y, x.h
 
     @staticmethod
@@ -147,7 +147,7 @@ class _OutputGrad(OutputGrad):
     def input(self, weight: Weight, *, add_to: Tensor | None = None, scratch: str = "") -> Tensor:
         panels, out = weight.panels(), add_to
         if self._watch.looks:
-            self._watch.look_at_rows("an input gradient", self.dy, weight.dense(), transposed=True)
+            self._watch.look_at_rows("an input gradient", self.dy, weight.looked_at(), transposed=True)
         if out is None:
             shape = self.dy.shape[0], weight.in_features
             out = workspace.floats(scratch, *shape) if scratch else self.dy.new_empty(shape)

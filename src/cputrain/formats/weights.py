@@ -35,6 +35,10 @@ class Weight(ABC):
         """The matrix for products that pack it themselves: as it is stored, if they can read it."""
         return self.dense()
 
+    def looked_at(self) -> Tensor:
+        """The matrix in any floats, for a sample of its rows or columns."""
+        return self.dense()
+
     @abstractmethod
     def leaf_grads(self, grad_OI: Tensor) -> tuple[Tensor, ...]:
         """The leaves' gradients, given the matrix's."""
@@ -55,6 +59,9 @@ class Dense(Weight):
 
     def panels(self) -> Tensor | Stored:
         return stored.float16(self._w) if self._w.dtype == torch.float16 else self._w
+
+    def looked_at(self) -> Tensor:
+        return self._w
 
     def leaf_grads(self, grad_OI: Tensor) -> tuple[Tensor, ...]:
         return (grad_OI,)

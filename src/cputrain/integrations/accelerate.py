@@ -58,7 +58,7 @@ class Accelerator(stock.Accelerator):
         self.native_amp = self._stock_autocasts if self._why_stock else False
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        _optimise(self, args)
+        self.optimise(args)
         prepared = super().prepare(*args, **kwargs)
         if not self._is_trainers:
             _record(self, args)
@@ -66,7 +66,7 @@ class Accelerator(stock.Accelerator):
 
     def prepare_model(self, model: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
         """`prepare` comes through here too; Trainer comes here alone if it evaluates without training."""
-        _optimise(self, [model])
+        self.optimise([model])
         _spare_a_copy_of_gradients(self)
         prepared = super().prepare_model(model, *args, **kwargs)
         if isinstance(prepared, DistributedDataParallel) and not hook.is_active():  # else every DDP does it
@@ -80,6 +80,10 @@ class Accelerator(stock.Accelerator):
 
             balance.balance(prepared, order_counts=not balance.is_shuffled(data_loader), own_loss=False)
         return prepared
+
+    def optimise(self, objects: Iterable[object]) -> None:
+        """In place: models, with those optimizers among `objects` that train them."""
+        _optimise(self, objects)
 
     def balances(self) -> bool:
         """Whether samples may be dealt to several ranks by length."""

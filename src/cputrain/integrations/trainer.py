@@ -48,6 +48,12 @@ class Trainer(RecordingTrainer, stock.Trainer):
             balance.balance(loader, order_counts=False, own_loss=own_loss)
         return loader
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        """A checkpoint of a model that was loaded in bf16 is fp32's: its parameters must be fp32 before it is read."""
+        if isinstance(self.accelerator, Accelerator):
+            self.accelerator.optimise([self.model])
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def autocast_smart_context_manager(self, *args: Any, **kwargs: Any) -> contextlib.AbstractContextManager:
         """Where transformers of old entered CPU autocast by itself, without asking accelerate."""
         entered = super().autocast_smart_context_manager(*args, **kwargs)

@@ -30,7 +30,8 @@ def require_linear(operator: str, x: Tensor, weight: Tensor, bias: Tensor | None
         if tensor.dim() != 2:
             raise ValueError(f"{operator}: {name} must have two dimensions, found {tensor.dim()}; flatten the others.")
     require(operator, (x.shape[0], weight.shape[1]), x=x)
-    require(operator, weight.shape, **{f"weight{number}": weight})
+    if weight.requires_grad or weight.dtype not in (torch.bfloat16, torch.float16):  # frozen ones may be of two bytes
+        require(operator, weight.shape, **{f"weight{number}": weight})
     require(operator, weight.shape[:1], **{f"bias{number}": bias})
 
 

@@ -98,7 +98,7 @@ class _Gradients:
         self.want_x, self.want_w, self.want_bias = wanted
         self.x = torch.empty_like(x_TI) if self.want_x else None
         self.w = torch.zeros_like(w_VI) if self.want_w and not len(x_TI) else None
-        self.bias = w_VI.new_zeros(w_VI.shape[0]) if self.want_bias else None
+        self.bias = x_TI.new_zeros(w_VI.shape[0]) if self.want_bias else None
 
     def add(self, call: Call, part: slice, dz_CV: Tensor, w_VI: Tensor, saved: Saved) -> None:
         weight = Dense(w_VI)

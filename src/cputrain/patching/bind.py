@@ -21,7 +21,7 @@ from torch.nn.modules import module as module_hooks
 
 from cputrain.formats import FP32, Format, Fp32, probing
 from cputrain.log import mention_once
-from cputrain.patching import autocast
+from cputrain.patching import autocast, half_precision
 from cputrain.patching.probe import Formula, difference
 
 # Begins the names of all that cputrain keeps in a module's __dict__ beside methods.
@@ -49,6 +49,7 @@ class Patches:
     """Everything that `optimize` replaced in one model, and what it left alone."""
 
     format: type[Format] = Fp32
+    halves: bool = False  # frozen matrices of half precision are served, and activations are fp32
     replaced: list[Replacement] = field(default_factory=list)
     left: list[tuple[str, str, str]] = field(default_factory=list)  # (module name, its class, why it was left alone)
 
@@ -138,6 +139,8 @@ def _wrapper(fused: Callable, owner: type, method: str, stock: Callable) -> Call
             return current(self, *args, **kwargs)
         if probing.get() and not hasattr(fused, "cputrain_probed"):  # fused operators were asked before
             return stock(self, *args, **kwargs)
+        if half_precision.is_outermost(self):
+            return half_precision.call(self, forward, args, kwargs)
         in_bf16 = autocast.wanted(self, format_of(self))
         if in_bf16 is not None:
             with torch.autocast("cpu", torch.bfloat16, enabled=in_bf16):
