@@ -24,6 +24,8 @@ GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
 BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
 LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
+RESUME, RUN_ID = "CPUTRAIN_RESUME", "CPUTRAIN_RUN_ID"
+SAVE_EVERY, GRACE = "CPUTRAIN_SAVE_EVERY", "CPUTRAIN_GRACE"
 RECORD, PROGRESS, PROGRESSES = "CPUTRAIN_RECORD", "CPUTRAIN_PROGRESS", ("auto", "live", "lines", "off")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
 TRANSPORT, TRANSPORTS = "CPUTRAIN_CCL_TRANSPORT", ("auto", "shm", "gloo", "mpi", "oneccl")
@@ -58,6 +60,12 @@ OF_THE_USER = {
     # Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
     IPEX: Variable("`false`: everything runs as stock (`ipex: false` of a configuration)", "true", TRUTHS),
     RECORD: Variable("`off`: a run leaves no record; else the folder for it", "the script's output folder"),
+    RESUME: Variable(
+        "from which checkpoint a training goes on: `auto` (the newest that fits), `never`, or a folder",
+        "a restart: the newest of this run",
+    ),
+    SAVE_EVERY: Variable("how often a checkpoint is saved, as `10min`", "as the script says; with `auto`: 10min"),
+    GRACE: Variable("seconds from a stop request to the end", "that of the launcher"),
     PROGRESS: Variable("one live line, plain lines, or none", "auto: live on a terminal", PROGRESSES),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),
     TRANSPORT: Variable("what carries data between ranks", "auto", TRANSPORTS),
@@ -67,6 +75,7 @@ OF_THE_USER = {
     LIBRARY: Variable("file of the native library", "the one that was installed"),
 }
 OF_CPUTRAIN = {
+    RUN_ID: Variable("name of this run in its checkpoints; the same after a restart"),
     COMMUNICATION_CPUS: Variable("CPUs that are kept free for a rank's communication, as `6,7`"),
     BLAME_FOLDER: Variable("where a rank that fails because of another one names it"),
     "CPUTRAIN_EXPECTED_RANKS": Variable("how many ranks there must be, or the least and the most: `2:4`"),
