@@ -186,6 +186,23 @@ def number(name: str, default: int = 0, environ: Environ | None = None) -> int:
     return int(text) if text else default
 
 
+def duration(name: str, environ: Environ | None = None) -> float | None:
+    """Seconds of a value like 90, 30s, 10min or 2h; None if it isn't set."""
+    text = value_of(name, environ).strip()
+    if not text:
+        return None
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", text)
+    if found is None or not float(found[1]):
+        raise wrong(name, "a time like 30s, 10min or 2h", text)
+    return float(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]]
+
+
+def seconds_between_saves() -> float | None:
+    """None: saved is when the script says."""
+    found = duration(SAVE_EVERY)
+    return 600.0 if found is None and value_of(RESUME) == "auto" else found
+
+
 def wrong(name: str, expected: str, found: str) -> ValueError:
     return ValueError(f"{name} must be {expected}, found {found!r}; change it, or unset it.")
 

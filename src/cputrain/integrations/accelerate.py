@@ -81,6 +81,11 @@ class Accelerator(stock.Accelerator):
             balance.balance(prepared, order_counts=not balance.is_shuffled(data_loader), own_loss=False)
         return prepared
 
+    @property
+    def why_stock(self) -> str | None:
+        """Why nothing is ours here, or None."""
+        return self._why_stock
+
     def balances(self) -> bool:
         """Whether samples may be dealt to several ranks by length."""
         return self.num_processes > 1 and self._why_stock is None

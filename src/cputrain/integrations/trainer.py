@@ -11,11 +11,15 @@ from torch.utils.data import DataLoader
 
 from cputrain.integrations import hook
 from cputrain.integrations.accelerate import Accelerator
+from cputrain.integrations.trainer_checkpoints import CheckpointingTrainer
 from cputrain.integrations.trainer_record import RecordingTrainer
 
 
-class Trainer(RecordingTrainer, stock.Trainer):
+class Trainer(RecordingTrainer, CheckpointingTrainer, stock.Trainer):
     """Stock's, optimised."""
+
+    def keeps_checkpoints_whole(self) -> bool:
+        return isinstance(self.accelerator, Accelerator) and self.accelerator.why_stock is None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
