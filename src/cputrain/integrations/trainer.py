@@ -13,9 +13,10 @@ from cputrain.integrations import hook
 from cputrain.integrations.accelerate import Accelerator
 from cputrain.integrations.trainer_checkpoints import CheckpointingTrainer
 from cputrain.integrations.trainer_record import RecordingTrainer
+from cputrain.integrations.trainer_stop import StoppingTrainer
 
 
-class Trainer(RecordingTrainer, CheckpointingTrainer, stock.Trainer):
+class Trainer(RecordingTrainer, CheckpointingTrainer, StoppingTrainer, stock.Trainer):
     """Stock's, optimised."""
 
     def keeps_checkpoints_whole(self) -> bool:
