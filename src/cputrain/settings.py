@@ -187,14 +187,19 @@ def number(name: str, default: int = 0, environ: Environ | None = None) -> int:
 
 
 def duration(name: str, environ: Environ | None = None) -> float | None:
-    """Seconds of a value like 90, 30s, 10min or 2h; None if it isn't set."""
-    text = value_of(name, environ).strip()
-    if not text:
-        return None
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", text)
-    if found is None or not float(found[1]):
+    """Seconds of a variable's value; None if it isn't set."""
+    text = value_of(name, environ)
+    found = seconds_of(text)
+    if text and found is None:
         raise wrong(name, "a time like 30s, 10min or 2h", text)
-    return float(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]]
+    return found
+
+
+def seconds_of(text: str) -> float | None:
+    """Of a time like 90, 30s, 10min or 2h; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", text.strip())
+    seconds = float(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]] if found else 0.0
+    return seconds or None
 
 
 def seconds_between_saves() -> float | None:
