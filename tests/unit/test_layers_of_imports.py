@@ -48,7 +48,7 @@ MAY_IMPORT = {
         "user_folders",
     ],
     "cluster": ["launch"],
-    "checkpoints": ["api", "output_folder"],
+    "checkpoints": ["api", "output_folder", "stop"],
     "integrations": ["checkpoints", "distributed", "record", "stop"],
     "compat": ["integrations"],
     "report": ["record"],

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain import api, settings
+from cputrain import api, settings, stop
 from cputrain.checkpoints import random_state, resume, skipping, state
 from cputrain.checkpoints.due import Due
 from cputrain.checkpoints.writing import Output, Writing
@@ -132,17 +132,22 @@ class Checkpoints:
             yield from rest
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
-        for batch in batches:
-            self._batch += 1
-            yield batch
+        with stop.listening():
+            for batch in batches:
+                self._batch += 1
+                yield batch
 
     # --- Saving ---------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """To be called after each step of the optimizer, on all ranks."""
+        """After each step of the optimizer, on all ranks, within `batches`. Ends the process if that was asked for."""
         self.steps += 1
-        if self._due() if self._due is not None else self.steps % self._every == 0:
+        due = self._due() if self._due is not None else self.steps % self._every == 0
+        stops = stop.agreed()
+        if due or stops:
             self.save()
+        if stops:
+            stop.end()
 
     def save(self) -> bool:
         """Now, on all ranks. False if it couldn't be written: then the training goes on."""

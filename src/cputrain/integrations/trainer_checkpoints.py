@@ -13,9 +13,10 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from cputrain import settings
+from cputrain import api, settings
 from cputrain.checkpoints import manifest, random_state, resume, state
 from cputrain.checkpoints.due import Due
+from cputrain.checkpoints.lock import Superseded
 from cputrain.checkpoints.writing import Output, Writing
 from cputrain.formats import choose
 from cputrain.integrations.notices import Refused
@@ -43,6 +44,8 @@ class CheckpointingTrainer:
         self.add_callback(callback)  # type: ignore[attr-defined]
         try:
             return super().train(self._session.path, *args, **kwargs)  # type: ignore[misc]
+        except Superseded as lost:
+            raise Refused(str(lost)) from None
         finally:
             self.remove_callback(callback)  # type: ignore[attr-defined]
             self._session = None
@@ -51,6 +54,12 @@ class CheckpointingTrainer:
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss if self._session is None else self._session.with_earlier_losses(loss)
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        if self._session is None:
+            return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
+        with self._session.evaluating(self.model):  # type: ignore[attr-defined]
+            return super()._evaluate(*args, **kwargs)  # type: ignore[misc]
 
     def _maybe_log_save_evaluate(self, tr_loss: torch.Tensor, *args: Any, **kwargs: Any) -> None:
         if self._session is not None:
@@ -183,6 +192,19 @@ class Session:
         if not self._resumes_within_epoch and not self._has_stepped:
             self._epoch_random = random_state.now(self._generators)
 
+    @contextmanager
+    def evaluating(self, model: Any) -> Iterator[None]:
+        """One that is cut off is made anew; one that was, before the epoch goes on."""
+        decided = api.decisions(model)
+        try:
+            yield
+        except BaseException:
+            if decided:
+                api.remember(model, decided)
+            raise
+        if self._resumes_within_epoch and self._epoch_random is not None:
+            random_state.restore(self._epoch_random, self._generators)
+
     def with_earlier_losses(self, loss: torch.Tensor) -> torch.Tensor:
         """Of the first step: what was summed up before the checkpoint is logged with it."""
         self._has_stepped, self._resumes_within_epoch = True, False
@@ -223,8 +245,9 @@ class Session:
 
     def _now(self) -> state.State:
         trainer = self.trainer
-        loss = self.window.item() if self.window is not None else 0.0
-        window = {"loss": loss, "since": trainer._globalstep_last_logged, "total": trainer._total_loss_scalar}
+        window = getattr(trainer, "_tr_loss", self.window)
+        loss = window.item() if window is not None else 0.0
+        logged = {"since": trainer._globalstep_last_logged, "total": trainer._total_loss_scalar}
         reached = trainer.state.epoch or 0.0
         return {
             **state.now(trainer.model, self.data),
@@ -232,7 +255,7 @@ class Session:
             "epoch": reached,
             "samples of the epoch": None if self.data is None else round(reached % 1 * self.data),
             "epoch_random": self._epoch_random,
-            "window": window,
+            "window": {"loss": loss, **logged},
         }
 
 
