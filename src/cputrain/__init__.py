@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from cputrain.api import explain, optimize, restore
+    from cputrain.checkpoints.own_loops import Checkpoints
     from cputrain.integrations.accelerate import Accelerator
     from cputrain.integrations.trainer import Trainer
     from cputrain.integrations.training_arguments import TrainingArguments
@@ -18,12 +19,22 @@ _HOME_OF = {
     "optimize": "cputrain.api",
     "explain": "cputrain.api",
     "restore": "cputrain.api",
+    "Checkpoints": "cputrain.checkpoints.own_loops",
     "Accelerator": "cputrain.integrations.accelerate",
     "Trainer": "cputrain.integrations.trainer",
     "TrainingArguments": "cputrain.integrations.training_arguments",
 }
 
-__all__ = ["Accelerator", "Trainer", "TrainingArguments", "__version__", "explain", "optimize", "restore"]
+__all__ = [
+    "Accelerator",
+    "Checkpoints",
+    "Trainer",
+    "TrainingArguments",
+    "__version__",
+    "explain",
+    "optimize",
+    "restore",
+]
 
 
 def __dir__() -> list[str]:

@@ -6,7 +6,7 @@ import copy
 import gc
 import weakref
 from dataclasses import dataclass, field
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import nn
@@ -173,6 +173,28 @@ def why_stock(model: nn.Module) -> str | None:
         return None
     left = [f"{name or type(model).__name__} is left alone: {reason}" for name, _, reason in patches.left]
     return left[0] if left else "it has no part that cputrain knows"
+
+
+def decisions(model: nn.Module) -> dict[str, Any] | None:
+    """What was chosen for this model, and what its layers remember, as plain values; None if it isn't optimised."""
+    record: Record | None = model.__dict__.get(_RECORD)
+    if record is None:
+        return None
+    layers = {name: bind.format_of(part).remembered() for name, part in model.named_modules()}
+    return {
+        "choice": [record.dtype, record.patches.format.name, record.dtype_reason],
+        "padding": record.padding,
+        "layers": {name: found for name, found in layers.items() if found},
+    }
+
+
+def remember(model: nn.Module, decided: dict[str, Any]) -> None:
+    """What layers remembered when `decisions` was asked, if they are still in the same format."""
+    record: Record | None = model.__dict__.get(_RECORD)
+    if record is not None and record.patches.format.name == decided["choice"][1]:
+        for name, part in model.named_modules():
+            if name in decided["layers"]:
+                bind.format_of(part).remember(decided["layers"][name])
 
 
 def restore(model: nn.Module) -> nn.Module:

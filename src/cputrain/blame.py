@@ -16,6 +16,7 @@ from cputrain import settings
 
 # Of an agent of `cputrain launch`, on the rank's own machine; a file for each rank that blames another one.
 FOLDER = settings.BLAME_FOLDER
+_FAILED = "failed"
 
 
 class Blame(NamedTuple):
@@ -43,6 +44,18 @@ def read(folder: str, rank: int) -> Blame | None:
 def seconds_ago(folder: str, rank: int) -> float:
     """How long this rank has known of the cause; it may take a while to end after that."""
     return time.time() - Path(folder, str(rank)).stat().st_mtime
+
+
+def note_failure(folder: str) -> None:
+    """Of an agent, before it ends the ranks because one of them has failed: what they have isn't to be saved."""
+    with contextlib.suppress(OSError):
+        Path(folder, _FAILED).touch()
+
+
+def peer_has_failed(environ: settings.Environ | None = None) -> bool:
+    """Whether a rank that is told to end now, is told so because of another one."""
+    folder = settings.value_of(FOLDER, environ)
+    return bool(folder) and os.path.exists(f"{folder}/{_FAILED}")
 
 
 def forget_all(folder: str) -> None:

@@ -24,6 +24,8 @@ GRADIENTS, COMPRESSIONS = "CPUTRAIN_GRAD_COMPRESSION", ("none", "bf16")
 BALANCE, BALANCES = "CPUTRAIN_BALANCE", ("length", "off")
 LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
+RESUME, RUN_ID = "CPUTRAIN_RESUME", "CPUTRAIN_RUN_ID"
+SAVE_EVERY, GRACE = "CPUTRAIN_SAVE_EVERY", "CPUTRAIN_GRACE"
 RECORD, PROGRESS, PROGRESSES = "CPUTRAIN_RECORD", "CPUTRAIN_PROGRESS", ("auto", "live", "lines", "off")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
 TRANSPORT, TRANSPORTS = "CPUTRAIN_CCL_TRANSPORT", ("auto", "shm", "gloo", "mpi", "oneccl")
@@ -58,6 +60,12 @@ OF_THE_USER = {
     # Not ACCELERATE_USE_IPEX: transformers before 4.57 sets that to false by itself.
     IPEX: Variable("`false`: everything runs as stock (`ipex: false` of a configuration)", "true", TRUTHS),
     RECORD: Variable("`off`: a run leaves no record; else the folder for it", "the script's output folder"),
+    RESUME: Variable(
+        "from which checkpoint a training goes on: `auto` (the newest that fits), `never`, or a folder",
+        "a restart: the newest of this run",
+    ),
+    SAVE_EVERY: Variable("how often a checkpoint is saved, as `10min`", "as the script says; with `auto`: 10min"),
+    GRACE: Variable("seconds from a stop request to the end", "that of the launcher"),
     PROGRESS: Variable("one live line, plain lines, or none", "auto: live on a terminal", PROGRESSES),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),
     TRANSPORT: Variable("what carries data between ranks", "auto", TRANSPORTS),
@@ -67,6 +75,7 @@ OF_THE_USER = {
     LIBRARY: Variable("file of the native library", "the one that was installed"),
 }
 OF_CPUTRAIN = {
+    RUN_ID: Variable("name of this run in its checkpoints; the same after a restart"),
     COMMUNICATION_CPUS: Variable("CPUs that are kept free for a rank's communication, as `6,7`"),
     BLAME_FOLDER: Variable("where a rank that fails because of another one names it"),
     "CPUTRAIN_EXPECTED_RANKS": Variable("how many ranks there must be, or the least and the most: `2:4`"),
@@ -175,6 +184,28 @@ def number(name: str, default: int = 0, environ: Environ | None = None) -> int:
     if text and not re.fullmatch(r"\d{1,9}", text.strip()):
         raise wrong(name, "a whole number", text)
     return int(text) if text else default
+
+
+def duration(name: str, environ: Environ | None = None) -> float | None:
+    """Seconds of a variable's value; None if it isn't set."""
+    text = value_of(name, environ)
+    found = seconds_of(text)
+    if text and found is None:
+        raise wrong(name, "a time like 30s, 10min or 2h", text)
+    return found
+
+
+def seconds_of(text: str) -> float | None:
+    """Of a time like 90, 30s, 10min or 2h; None if it is none."""
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(s|min|h|)", text.strip())
+    seconds = float(found[1]) * {"": 1, "s": 1, "min": 60, "h": 3600}[found[2]] if found else 0.0
+    return seconds or None
+
+
+def seconds_between_saves() -> float | None:
+    """None: saved is when the script says."""
+    found = duration(SAVE_EVERY)
+    return 600.0 if found is None and value_of(RESUME) == "auto" else found
 
 
 def wrong(name: str, expected: str, found: str) -> ValueError:

@@ -75,6 +75,14 @@ class Format(ABC):
         """As `start`, but in fp32 while a twin is probed."""
         return FORMATS["fp32"]().start() if probing.get() else self.start()
 
+    def remembered(self) -> dict[str, Any]:
+        """What it has found in its layer, as plain values for a checkpoint."""
+        return {}
+
+    def remember(self, found: dict[str, Any]) -> None:
+        """What `remembered` gave."""
+        return
+
     def __deepcopy__(self, memo: dict) -> Format:
         return type(self)()
 

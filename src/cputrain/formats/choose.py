@@ -20,6 +20,7 @@ from cputrain.log import logger, say_once
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.int16: "int16"}
 AUTO = "auto: "  # begins the reason of a choice that the user left open
 _told: set[str] = set()
+_again: Choice | None = None  # what a training that goes on has chosen before
 
 
 @dataclass(frozen=True)
@@ -105,8 +106,16 @@ def automatic(measured: bool = True) -> Choice:
     return Choice("fp32", Fp32.name, f"{AUTO}nothing is faster on {_cpu()}{found}")
 
 
+def choose_again(choice: Choice | None) -> None:
+    """What `auto` gives from now on: a choice of a checkpoint, the same on all ranks; None: it chooses."""
+    global _again
+    _again = choice
+
+
 def _agreed() -> Choice:
     """The first rank's answer, asked of the store that all ranks of the job share."""
+    if _again is not None:
+        return _again
     if not torch.distributed.is_available():
         return automatic()
     if torch.distributed.is_initialized():

@@ -6,6 +6,7 @@ What is saved of an input is its columns as they were packed for the weight's gr
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -78,6 +79,12 @@ class Int16(Format):
 
     def __deepcopy__(self, memo: dict) -> Int16:
         return Int16(self.guard.copy())
+
+    def remembered(self) -> dict[str, Any]:
+        return self.guard.remembered()
+
+    def remember(self, found: dict[str, Any]) -> None:
+        self.guard.remember(found)
 
     def start(self) -> Call:
         watch = self.guard.begin()

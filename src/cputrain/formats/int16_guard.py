@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from cputrain.log import logger
 # A look multiplies a few vectors of each side: milliseconds, once in so many forwards of a layer. A prime number: of a
 # layer that runs 12 times in a model's forward, or has two operators, each has its turn.
 LOOK_EVERY = 251
+# What decides when the next look is due, and what becomes of it.
+_REMEMBERED = ("forwards", "trouble", "returned", "_gradients_due", "_backward_ran")
 
 
 @dataclass
@@ -36,6 +39,14 @@ class Guard:
 
     def copy(self) -> Guard:
         return Guard(self.forwards, self.trouble, self.returned)
+
+    def remembered(self) -> dict[str, Any]:
+        """Between two steps: no call is open."""
+        return {name: getattr(self, name) for name in _REMEMBERED}
+
+    def remember(self, found: dict[str, Any]) -> None:
+        for name in _REMEMBERED:
+            setattr(self, name, found[name])
 
     def begin(self) -> Watch:
         """Of one forward and its backward."""

@@ -85,6 +85,11 @@ class Accelerator(stock.Accelerator):
         """In place: models, with those optimizers among `objects` that train them."""
         _optimise(self, objects)
 
+    @property
+    def why_stock(self) -> str | None:
+        """Why nothing is ours here, or None."""
+        return self._why_stock
+
     def balances(self) -> bool:
         """Whether samples may be dealt to several ranks by length."""
         return self.num_processes > 1 and self._why_stock is None

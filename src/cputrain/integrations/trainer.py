@@ -13,10 +13,12 @@ from torch.utils.data import DataLoader
 from cputrain.integrations import hook, liger
 from cputrain.integrations.accelerate import Accelerator
 from cputrain.integrations.label_smoothing import LabelSmoother
+from cputrain.integrations.trainer_checkpoints import CheckpointingTrainer
 from cputrain.integrations.trainer_record import RecordingTrainer
+from cputrain.integrations.trainer_stop import StoppingTrainer
 
 
-class Trainer(RecordingTrainer, stock.Trainer):
+class Trainer(RecordingTrainer, CheckpointingTrainer, StoppingTrainer, stock.Trainer):
     """Stock's, optimised."""
 
     @functools.wraps(stock.Trainer.__init__)  # type: ignore[misc]
@@ -34,6 +36,9 @@ class Trainer(RecordingTrainer, stock.Trainer):
 
         with head.loss_follows():
             return super().prediction_step(*args, **kwargs)
+
+    def keeps_checkpoints_whole(self) -> bool:
+        return isinstance(self.accelerator, Accelerator) and self.accelerator.why_stock is None
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()

@@ -1,0 +1,148 @@
+"""A checkpoint is written into a staging folder by all ranks, and appears under its name when it is whole.
+
+    output = Output.take(path, keep=3)                               once, all ranks
+    with Writing(output, "checkpoint-40", step=40) as writing:       all ranks
+        writing.write(lambda: torch.save(…, writing.folder / "optimizer.pt"))
+    writing.saved                                                    whether it is there, the same on all ranks
+
+What can't be written (a full disk, a read-only one) leaves the training running, with one line. Ranks that don't see
+rank 0's folder have a disk of their own: there the first of them gives the checkpoint its name.
+"""
+
+from __future__ import annotations
+
+import errno
+import secrets
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import TracebackType
+
+from cputrain import output_folder
+from cputrain.checkpoints import folder, manifest, ranks
+from cputrain.checkpoints.lock import Lock, Superseded
+from cputrain.checkpoints.manifest import Manifest
+from cputrain.log import logger
+
+# What torch and safetensors raise where Python raises OSError.
+_WRITERS = ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "basic_ios", "iostream error", "os error")
+
+
+def cannot_write(error: BaseException) -> bool:
+    """Whether it is the disk that failed, rather than the program."""
+    known = isinstance(error, RuntimeError) or type(error).__name__ == "SafetensorError"
+    return isinstance(error, OSError) or (known and any(words in str(error) for words in _WRITERS))
+
+
+class Output:
+    """A folder that a run saves into. `leads`: this rank is the one that gives checkpoints their names on its disk."""
+
+    def __init__(self, path: Path, run: str, keep: int | None, spared: Callable[[], Iterable[Path]]) -> None:
+        self.path, self.run, self.keep, self.spared = path, run, keep, spared
+        self.lock: Lock | None = None
+        self.leads = True
+
+    @classmethod
+    def take(
+        cls, path: str | Path, run: str, keep: int | None = None, spared: Callable[[], Iterable[Path]] = tuple
+    ) -> Output:
+        """Of all ranks. Takes the folder from an older writer, and finishes what it left."""
+        output = cls(Path(path), run, keep, spared)
+        if ranks.number() == 0:
+            output._take()
+        name = ranks.of_first(output.lock.name if output.lock else "")
+        own_disk = ranks.number() > 0 and not (name and Lock.is_held_by(output.path, name))
+        disks = ranks.of_all(socket.gethostname() if own_disk and name else "")
+        output.leads = disks.index(disks[ranks.number()]) == ranks.number()
+        if output.leads and own_disk:
+            output._take()
+        ranks.of_all(None)  # none looks for checkpoints before all disks are cleared
+        return output
+
+    def _take(self) -> None:
+        try:
+            self.lock = Lock(self.path)
+            folder.clear(self.path)
+        except OSError as error:
+            logger.error("checkpoints can't be saved in %s: %s", self.path, error.strerror)
+
+
+class Writing:
+    """One checkpoint on its way."""
+
+    def __init__(self, output: Output, name: str, step: int, *, by_time: bool = False, room: int = 0) -> None:
+        """`room`: bytes that it will take at least."""
+        self.target = output.path / name
+        self.saved = False
+        self._output, self._step, self._by_time = output, step, by_time
+        self._error = ""
+        self._staging = output_folder.path(output.path) / folder.STAGING / ranks.of_first(secrets.token_hex(8))
+        self.folder = self._staging / name
+        if output.leads:
+            self.write(lambda: self._make(room))
+        self._agree()
+
+    def _make(self, room: int) -> None:
+        output_folder.make(self._output.path)
+        free = shutil.disk_usage(self._output.path).free
+        if free < room:
+            raise OSError(errno.ENOSPC, f"it needs {room:,} bytes, the disk has {free:,}")
+        self.folder.mkdir(parents=True)
+
+    @property
+    def failed(self) -> bool:
+        """A write has failed: nothing more need be written."""
+        return bool(self._error)
+
+    def write(self, save: Callable[[], object]) -> None:
+        """Runs what writes into the folder, unless a write has failed. Ranks that wait for each other still can."""
+        if self._error:
+            return
+        try:
+            save()
+        except Exception as error:
+            if not cannot_write(error):
+                raise
+            self._error = getattr(error, "strerror", None) or str(error).partition("\n")[0] or type(error).__name__
+
+    def __enter__(self) -> Writing:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        if kind is None:
+            self._agree()
+            superseded = ""
+            if self._output.leads:
+                try:
+                    self.write(self._name)
+                except Superseded as lost:
+                    superseded = str(lost)
+            self._agree()
+            self._end(next(filter(None, ranks.of_all(superseded)), ""))
+        elif self._output.leads:
+            shutil.rmtree(self._staging, ignore_errors=True)
+
+    def _agree(self) -> None:
+        """All have come this far; what failed on one has failed."""
+        self._error = next(filter(None, ranks.of_all(self._error)), "")
+
+    def _name(self) -> None:
+        """All files are in: they go to the disk, then the manifest does, and the folder gets its name."""
+        output = self._output
+        files = manifest.flushed(self.folder, manifest.files_in(self.folder))
+        manifest.write(self.folder, Manifest(self._step, output.run, files, self._by_time))
+        if output.lock is None:  # the disk couldn't be written when the training began
+            output.lock = Lock(output.path)
+        with output.lock.held():
+            folder.put_in_place(output.path, self.folder, self.target)
+            folder.rotate(output.path, output.run, output.keep, [*output.spared(), self.target])
+
+    def _end(self, superseded: str) -> None:
+        if self._output.leads:
+            shutil.rmtree(self._staging, ignore_errors=True)
+        if superseded:
+            raise Superseded(superseded)
+        self.saved = not self._error
+        if self._error and ranks.number() == 0:
+            logger.error("%s was not saved, the training goes on: %s", self.target, self._error)
