@@ -60,7 +60,8 @@ class LogProbs:
         wanted = [name in outputs for name in _FIELDS]
         if not any(wanted):
             return -token_losses(*operands, loss, format_of(head)), None, None, None, None
-        losses, *about = described_tokens(*operands, loss, format_of(head))
+        is_sft = "is_top1" in outputs and "mean_logits" not in outputs  # its loss is a mean over tokens
+        losses, *about = described_tokens(*operands, loss, format_of(head), alike=is_sft)
         return -losses, *(found if wants else None for found, wants in zip(about, wanted, strict=True))
 
 

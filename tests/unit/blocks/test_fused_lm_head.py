@@ -75,11 +75,9 @@ def test_the_forward_that_trl_puts_on_a_model(optimized_first, monkeypatch):
         utils.add_fused_lm_head(model, outputs=("log_probs", "entropy", "is_top1"))
         if is_ours and not optimized_first:
             cputrain.optimize(model, dtype="fp32")
-    rows = []
+    rows, described = [], fused_lm_head.described_tokens
     monkeypatch.setattr(
-        fused_lm_head,
-        "described_tokens",
-        lambda x, *a, f=fused_lm_head.described_tokens: (rows.append(len(x)), f(x, *a))[1],
+        fused_lm_head, "described_tokens", lambda x, *a, **k: (rows.append(len(x)), described(x, *a, **k))[1]
     )
     labels = torch.full((2, 7), -100)
     labels[0, 3:], labels[1, 2] = torch.arange(4), 5
