@@ -87,6 +87,7 @@ def main() -> None:
         trainer.save_model()
         trainer.log_metrics("train", metrics)
         trainer.save_metrics("train", metrics)
+        trainer.save_state()
     if training.do_eval:
         metrics = trainer.evaluate()
         metrics["perplexity"] = math.exp(min(metrics["eval_loss"], 700.0))
