@@ -91,7 +91,8 @@ def report(rows: list[dict[str, str]], arguments: argparse.Namespace) -> str:
         "# Loss curves of a language model: stock and cputrain\n\n"
         f"    python benchmarks/language_model_curves.py {' '.join(sys.argv[1:])}\n\n"
         f"Mean loss of each {arguments.window} steps, mean over the seeds. *Apart*: from stock's mean; *spread*: the\n"
-        f"largest less the smallest seed of stock. {inside} of {len(rows)} rows lie within the spread.\n\n{table(rows)}\n"
+        f"largest less the smallest seed of stock. {inside} of {len(rows)} rows lie within the spread.\n\n"
+        + f"{table(rows)}\n"
         + facts_table(description() | settings)
     )
 
