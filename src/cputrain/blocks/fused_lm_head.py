@@ -50,7 +50,8 @@ class LogProbs:
         head, targets = _head_of(weight), targets.clamp(min=0)
         operands = hidden, weight, bias, targets
         why = "its head isn't optimised" if head is None else why_not_tensors(hidden, weight, bias)
-        why = why or why_not_bias_size(bias, len(weight)) or ("a temperature of 0" if not temperature else None)
+        why = why or why_not_bias_size(bias, len(weight))
+        why = why or ("a temperature or a cap of 0" if 0 in (temperature, final_logit_softcapping) else None)
         if head is None or why is not None:
             mention_once(f"TRL computes its log-probabilities itself: {why}")
             options = temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
@@ -59,7 +60,8 @@ class LogProbs:
         wanted = [name in outputs for name in _FIELDS]
         if not any(wanted):
             return -token_losses(*operands, loss, format_of(head)), None, None, None, None
-        losses, *about = described_tokens(*operands, loss, format_of(head))
+        is_sft = "is_top1" in outputs and "mean_logits" not in outputs  # its loss is a mean over tokens
+        losses, *about = described_tokens(*operands, loss, format_of(head), alike=is_sft)
         return -losses, *(found if wants else None for found, wants in zip(about, wanted, strict=True))
 
 

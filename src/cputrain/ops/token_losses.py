@@ -2,9 +2,9 @@
 
 How much each token counts is known only in the backward. But the gradient of a token's hidden states is a row of its
 own: with a frozen head the forward computes it for a weight of 1, and the backward scales the rows. A trained head's
-gradient is a sum over tokens, which can be scaled only if all count alike, as in a mean: the forward takes that for
-granted until it was wrong once for this head. Then, and for gradients of the entropy, the backward computes the logits
-again.
+gradient is a sum over tokens, which can be scaled only if all count alike. Where a caller expects that, the forward
+takes it for granted until it was wrong once for this head. Else, and for gradients of the entropy, the backward
+computes the logits again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cputrain.ops.cross_entropy import PLAIN, Loss, PerToken, checked, run
 from cputrain.ops.gradient import fp32_backward
 from cputrain.ops.tied_embedding import shared_table
 
-# Weights of heads whose tokens were once found to count differently.
+# Weights of heads whose tokens were once found to count differently, or their entropies to count at all.
 _unequal: WeakIdKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -37,10 +37,12 @@ class Tokens(NamedTuple):
 
 class _TokenLosses(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x_TI, w_VI, bias_V, labels_T, loss: Loss, format: Format, described: bool, graph: bool):
+    def forward(
+        ctx, x_TI, w_VI, bias_V, labels_T, loss: Loss, format: Format, described: bool, alike: bool, graph: bool
+    ):
         ctx.set_materialize_grads(False)
         wanted = ctx.needs_input_grad[:3] if graph else (False, False, False)
-        guesses = any(wanted) and w_VI not in _unequal
+        guesses = any(wanted) and (alike or not any(wanted[1:])) and w_VI not in _unequal
         count = len(x_TI)
         tokens = PerToken(
             x_TI.new_empty(count),
@@ -74,7 +76,7 @@ class _TokenLosses(torch.autograd.Function):
             grads = run(x_TI, w_VI, bias_V, labels_T, tokens, ctx.loss, call, wanted)
         if ctx.table is not None and grads[1] is not None:
             ctx.table.offer(grads[1])
-        return *grads, None, None, None, None, None
+        return *grads, None, None, None, None, None, None
 
 
 def _scaled(
@@ -99,10 +101,11 @@ def token_losses(
     labels_T: Tensor,
     loss: Loss = PLAIN,
     format: Format = FP32,
+    alike: bool = False,
 ) -> Tensor:
-    """Each token's cross-entropy."""
+    """Each token's cross-entropy; `alike`: the caller expects that all tokens will count the same."""
     operands = checked(x_TI, w_VI, bias_V, labels_T)
-    return _TokenLosses.apply(*operands, loss, format, False, torch.is_grad_enabled())
+    return _TokenLosses.apply(*operands, loss, format, False, alike, torch.is_grad_enabled())
 
 
 def described_tokens(
@@ -112,10 +115,11 @@ def described_tokens(
     labels_T: Tensor,
     loss: Loss = PLAIN,
     format: Format = FP32,
+    alike: bool = False,
 ) -> Tokens:
     """Each token's cross-entropy, and what its distribution is like."""
     operands = checked(x_TI, w_VI, bias_V, labels_T)
-    return Tokens(*_TokenLosses.apply(*operands, loss, format, True, torch.is_grad_enabled()))
+    return Tokens(*_TokenLosses.apply(*operands, loss, format, True, alike, torch.is_grad_enabled()))
 
 
 def plain(x_TI: Tensor, w_VI: Tensor, bias_V: Tensor | None, labels_T: Tensor, loss: Loss = PLAIN) -> Tokens:

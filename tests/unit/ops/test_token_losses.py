@@ -42,7 +42,7 @@ def _compare(operands, loss, *rest):
     def twin(*a):
         return tl.plain(*a, loss)
 
-    ours = _run(lambda *a: tl.described_tokens(*a, loss), operands, torch.float32, *rest)
+    ours = _run(lambda *a: tl.described_tokens(*a, loss, alike=True), operands, torch.float32, *rest)
     assert_as_accurate(
         ours, _run(twin, operands, torch.float32, *rest), _run(twin, operands, torch.float64, *rest), NAMES, floor=1e-6
     )
@@ -97,16 +97,17 @@ class _Counted:
         found = ce._losses_of_logits
         monkeypatch.setattr(ce, "_losses_of_logits", lambda *a: (setattr(self, "chunks", self.chunks + 1), found(*a)))
 
-    def train(self, shares: Tensor) -> int:
+    def train(self, shares: Tensor, alike: bool = True) -> int:
         before = self.chunks
-        (tl.token_losses(*self.leaves, torch.arange(60)) * shares).sum().backward()
+        (tl.token_losses(*self.leaves, torch.arange(60), alike=alike) * shares).sum().backward()
         return self.chunks - before
 
 
 def test_nothing_is_computed_twice_that_a_frozen_head_or_an_equal_share_spares(monkeypatch):
     equal, unequal = torch.full((60,), 0.1), torch.rand(60)
     frozen, trained = _Counted(monkeypatch, True), _Counted(monkeypatch, False)
-    assert [frozen.train(unequal), frozen.train(equal)] == [1, 1]
+    assert [frozen.train(unequal), frozen.train(equal), frozen.train(unequal, alike=False)] == [1, 1, 1]
+    assert trained.train(equal, alike=False) == 2  # so that a training that is resumed rounds as if it had gone on
     # The first time that tokens count differently is found out in the backward; from then on it is known.
     assert [trained.train(equal), trained.train(unequal), trained.train(unequal)] == [1, 2, 2]
 
