@@ -13,7 +13,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from cputrain import hardware, log, memory, native, settings
-from cputrain.blocks import config_view, encoder, fused_lm_head, head, lora, recognise
+from cputrain.blocks import config_view, encoder, fused_lm_head, head, lora, quantised, recognise
 from cputrain.explanation import Explanation, explain_patches
 from cputrain.formats import FORMATS, choose
 from cputrain.log import logger
@@ -104,6 +104,8 @@ def optimize(
     if native.why_not() is not None:
         logger.warning("the model trains as stock: %s", native.why_not())
         return model if optimizer is None else (model, optimizer)
+    if (damaged := quantised.why_damaged(model)) is not None:
+        raise ValueError(f"{damaged}.")
     native.kernels()  # a library that doesn't load is reported before anything is touched
     choice = choose.choose(dtype)
     choose.tell(choice)

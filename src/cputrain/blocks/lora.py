@@ -1,5 +1,7 @@
 """Linear layers with adapters, of peft's LoRA: the base product and the low-rank path as one operator.
 
+Quantised layers are always ours, with an adapter or without: bitsandbytes' own evaluation would spoil them.
+
 Whatever peft does to a layer (another adapter, none, merged weights) is read at each call. What isn't plain LoRA runs
 peft's own code, whose base layer still multiplies in the layer's format.
 """
@@ -11,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from cputrain.blocks import projection, quantised
 from cputrain.blocks.leaves import WORTHWHILE_PRODUCT
@@ -34,6 +37,26 @@ def lora_forward(self: nn.Module, stock: Callable, x: Tensor, *args: Any, **kwar
     return compute(x, layer, format_of(self))
 
 
+def quantised_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
+    x = computed(x)
+    layer = why_not(self, x, self.in_features, False) or projection.without_adapter(self)  # type: ignore[arg-type]
+    if not isinstance(layer, str):
+        return compute(x, layer, format_of(self))
+    step_aside(self, layer)
+    return _without_repacking(self, stock, x)
+
+
+def _without_repacking(module: nn.Module, stock: Callable, x: Tensor) -> Tensor:
+    """Where our operator can't run: what bitsandbytes does in training; in evaluation it would change the weight."""
+    if module.training or x.requires_grad or not quantised.is_four_bits(module):
+        return stock(x)
+    weight = quantised.weight_of(module)
+    if isinstance(weight, str):  # one that was repacked already
+        return stock(x)
+    bias: Tensor | None = module.bias  # type: ignore[assignment]
+    return F.linear(x, weight.dense().to(x.dtype), None if bias is None else bias.to(x.dtype))
+
+
 def compute(x: Tensor, layer: Adapted, format: Any) -> Tensor:
     """x of any shape."""
     y = adapted_linear(flat(x).contiguous(), layer, format)
@@ -54,10 +77,15 @@ def why_not(module: nn.Module, x: Tensor, in_features: int, more: bool) -> str |
 
 
 def take_over(model: nn.Module, patches: Patches) -> None:
-    """Those of peft's LoRA layers whose base is linear."""
+    """Those of peft's LoRA layers whose base is linear, and quantised layers."""
     for name, module in model.named_modules():
         if projection.is_lora(module) and untouched(module) and _has_linear_base(module):
             patches.bind(name, module, "forward", lora_forward, LORA, list(module.children()))
+        elif quantised.is_quantised(module) and untouched(module):
+            bits = 4 if quantised.is_four_bits(module) else 8
+            patches.bind(
+                name, module, "forward", quantised_forward, f"product of its {bits}-bit weight as it is stored"
+            )
 
 
 def _has_linear_base(module: nn.Module) -> bool:

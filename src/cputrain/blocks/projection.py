@@ -62,8 +62,12 @@ def read(module: nn.Module) -> Adapted | str:
 
 
 def _base(module: nn.Module) -> Adapted | str:
-    reason = why_not_module(module)
-    weight = reason or _weight(module)
+    return why_not_module(module) or without_adapter(module)
+
+
+def without_adapter(module: nn.Module) -> Adapted | str:
+    """Its product alone; its hooks are called around it."""
+    weight = _weight(module)
     if isinstance(weight, str):
         return weight
     bias: Tensor | None = module.bias  # type: ignore[assignment]

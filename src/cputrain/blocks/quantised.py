@@ -7,6 +7,7 @@ CPU with bf16, bitsandbytes' own evaluation forward repacks the weight in place,
 from __future__ import annotations
 
 import math
+from importlib import metadata
 from typing import Any
 
 import torch
@@ -42,11 +43,30 @@ def weight_of(module: Any) -> Weight | str:
     return _four_bits(module) if is_four_bits(module) else _eight_bits(module)
 
 
+OLDEST = (0, 46)  # the first bitsandbytes whose 4-bit layers train on a CPU
+_NOT_YET = "its weight was not quantised yet"
+
+
+def why_damaged(model: nn.Module) -> str | None:
+    """Why a quantised layer can't be trained by anyone: it was repacked or damaged, or its library is too old."""
+    layers = [(name, part) for name, part in model.named_modules() if is_quantised(part)]
+    if not layers:
+        return None
+    version = metadata.version("bitsandbytes")
+    if tuple(map(int, version.split(".")[:2])) < OLDEST:
+        return f"bitsandbytes {version} doesn't train on CPUs: install 0.46 or later (pip install cputrain[qlora])"
+    for name, layer in layers:
+        reason = _four_bits(layer) if is_four_bits(layer) else None
+        if isinstance(reason, str) and reason != _NOT_YET:
+            return f"{name or type(layer).__name__} can't be trained: {reason}"
+    return None
+
+
 def _four_bits(module: Any) -> Weight | str:
     state = getattr(module.weight, "quant_state", None)
     state = getattr(module, "quant_state", None) if state is None else state
     if state is None:
-        return "its weight was not quantised yet"
+        return _NOT_YET
     if getattr(state, "packing_format_for_cpu", False):
         return REPACKED
     reason = _why_not_state(module, state)
@@ -102,7 +122,7 @@ def _eight_bits(module: Any) -> Weight | str:
     found = ((module.weight.CB, module.weight.SCB), (module.state.CB, module.state.SCB))
     values, scales = next((pair for pair in found if pair[0] is not None and pair[1] is not None), (None, None))
     if values is None or scales is None or values.dtype != torch.int8:
-        return "its weight was not quantised yet"
+        return _NOT_YET
     shape = (module.out_features, module.in_features)
     if tuple(values.shape) != shape or scales.numel() != shape[0] or not values.is_cpu:
         return f"its 8-bit state is one of a layer {tuple(values.shape)}, not of {shape}"

@@ -43,14 +43,32 @@ def small_sizes(module: nn.Module, kept: Collection[int] = ()) -> dict[int, int]
 
     Code that knows a size fails with another, and then has to be asked in full.
     """
-    found = {size for parameter in module.parameters() for size in parameter.shape if size > _SMALL}
+    found = {size for shape in _shapes(module) for size in shape if size > _SMALL}
     return {size: _SMALL + 8 * (rank + 1) for rank, size in enumerate(sorted(found.difference(kept)))}
 
 
 def attention_sizes(module: nn.Module) -> set[int]:
     """Sizes that attention cuts into heads; all sizes, if no part is known to be attention."""
     parts = [part for part in module.modules() if "attention" in type(part).__name__.lower()] or [module]
-    return {size for part in parts for parameter in part.parameters() for size in parameter.shape}
+    return {size for part in parts for shape in _shapes(part) for size in shape}
+
+
+def _shapes(module: nn.Module) -> Iterator[tuple[int, ...]]:
+    for part in module.modules():
+        if _is_packed(part):
+            yield part.out_features, part.in_features  # type: ignore[misc]
+        else:
+            yield from (tuple(found.shape) for found in part._parameters.values() if found is not None)
+
+
+def _is_packed(part: nn.Module) -> bool:
+    """A linear layer whose weight is stored in fewer bits (bitsandbytes): in a twin a plain one stands for it."""
+    if not isinstance(part, nn.Linear) or type(part) is nn.Linear or not isinstance(part.weight, Tensor):
+        return False
+    shape = part.out_features, part.in_features
+    return type(part.weight) is not nn.Parameter and (
+        tuple(part.weight.shape) != shape or not part.weight.is_floating_point()
+    )
 
 
 def twin_of(
@@ -65,6 +83,9 @@ def twin_of(
     for part in parts:
         if id(part) in left_out:
             memo[id(part)] = _OMITTED
+            continue
+        if _is_packed(part):
+            memo[id(part)] = noise.linear(part)  # type: ignore[arg-type]
             continue
         _prepare(part, inside, noise, memo)
     try:
@@ -143,6 +164,14 @@ class _Noise:
         if dtype is None or like.layout is not torch.strided:
             raise CannotCopy(f"a parameter of it is {like.dtype}")
         return nn.Parameter(self._view(tuple(self._sizes.get(size, size) for size in shape)))
+
+    def linear(self, like: nn.Linear) -> nn.Linear:
+        shape = like.out_features, like.in_features
+        made = nn.Linear(1, 1, bias=like.bias is not None, device="meta")  # draws no random numbers
+        made.weight = self.parameter(nn.Parameter(torch.empty(shape, device="meta")))
+        if like.bias is not None:
+            made.bias = self.parameter(like.bias)
+        return made.train(like.training)
 
     def _view(self, shape: tuple[int, ...]) -> Tensor:
         self._next = (self._next + 104) % 1000  # another part of the buffer for each parameter, as aligned as torch's
