@@ -130,7 +130,7 @@ def clock_set_back(case: Case) -> None:
 
 
 def killed(case: Case, again: bool = False) -> None:
-    """Before one of its operations on files, or in the middle of a file; each has its turn. `again`: of a step that is there already."""
+    """Before one of its operations on files, or in a file; each in turn. `again`: of a step that is there already."""
     step = case.steps if again else case.steps + 1
     moment = 7 * (case.seed // len(FAULTS)) % OPERATIONS
 
