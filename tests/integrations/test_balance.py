@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import Counter
+from collections.abc import Sequence
 
 import pytest
 import torch
-from accelerate.data_loader import BatchSamplerShard, prepare_data_loader, skip_first_batches
+from accelerate.data_loader import (
+    BatchSamplerShard,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    prepare_data_loader,
+    skip_first_batches,
+)
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -95,6 +103,36 @@ def test_resuming_in_the_middle_of_an_epoch_continues_where_it_was() -> None:
     assert len(batches) == 6 and len(rest) == 3
     for a, b in zip(batches[3:], rest, strict=True):
         assert [id(sample) for sample in a] == [id(sample) for sample in b]
+
+
+class Million(Dataset):
+    """Samples that are counted when they are loaded."""
+
+    loaded = 0
+
+    def __len__(self) -> int:
+        return 1_000_000
+
+    def __getitem__(self, index: int) -> int:
+        self.loaded += 1
+        return index
+
+
+def test_resuming_in_the_middle_of_a_million_samples_reads_no_skipped_ones() -> None:
+    data, asked = Million(), []
+
+    def lengths(indices: Sequence[int]) -> list[int]:
+        asked.extend(indices)
+        return [index % 7 for index in indices]
+
+    sampler = SeedableRandomSampler(data, data_seed=1)
+    made = DataLoaderShard(data, batch_sampler=BatchSamplerShard(BatchSampler(sampler, 8, False), 2, 0))
+    BalancedShard.take_over(made.batch_sampler, lengths)
+    began = time.thread_time()
+    batch = next(iter(skip_first_batches(made, 31_250)))
+    assert time.thread_time() - began < 1  # of CPU time: the machine may be busy
+    assert data.loaded == 16 and len(asked) == 32, "one batch more is read ahead"
+    assert set(batch.tolist()) <= set(asked[:16])
 
 
 def test_each_epoch_is_drawn_anew() -> None:

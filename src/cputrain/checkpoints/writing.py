@@ -112,12 +112,7 @@ class Writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None:
             self._agree()
-            superseded = ""
-            if self._output.leads:
-                try:
-                    self.write(self._name)
-                except Superseded as lost:
-                    superseded = str(lost)
+            superseded = self._finish() if self._output.leads else ""
             self._agree()
             self._end(next(filter(None, ranks.of_all(superseded)), ""))
         elif self._output.leads:
@@ -126,6 +121,19 @@ class Writing:
     def _agree(self) -> None:
         """All have come this far; what failed on one has failed."""
         self._error = next(filter(None, ranks.of_all(self._error)), "")
+
+    def _finish(self) -> str:
+        """Why this writer is to stop, or nothing. The other one may be the reason that a write failed."""
+        try:
+            self.write(self._name)
+            if self._error and self._output.lock is not None:
+                with self._output.lock.held():
+                    pass
+        except Superseded as lost:
+            return str(lost)
+        except OSError:  # the lock can't be read where nothing can be written
+            pass
+        return ""
 
     def _name(self) -> None:
         """All files are in: they go to the disk, then the manifest does, and the folder gets its name."""

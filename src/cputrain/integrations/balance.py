@@ -8,13 +8,14 @@ same deal.
 from __future__ import annotations
 
 import copy
+import functools
 import itertools
 import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, get_sampler
+from accelerate.data_loader import BatchSamplerShard, DataLoaderShard, SkipBatchSampler, get_sampler
 from accelerate.state import PartialState
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Subset
 
@@ -163,8 +164,12 @@ class BalancedShard(BatchSamplerShard):
         shard.lengths = lengths
 
     def __iter__(self) -> Iterator[list[int]]:
+        return self.after(0)
+
+    def after(self, skip: int) -> Iterator[list[int]]:
+        """Without the first `skip` batches, of which no lengths are read."""
         whole = self._whole_steps()
-        for step, shares in enumerate(itertools.zip_longest(*self._of_every_rank())):
+        for step, shares in itertools.islice(enumerate(itertools.zip_longest(*self._of_every_rank())), skip, None):
             own = shares[self.process_index]
             if step < whole and len({len(share) for share in shares}) == 1:
                 samples = list(itertools.chain(*shares))
@@ -190,6 +195,18 @@ class BalancedShard(BatchSamplerShard):
         ]
 
 
+def _skip_dealing() -> None:
+    """Accelerate reads all that it skips when a training goes on within an epoch."""
+    stock = SkipBatchSampler.__iter__
+
+    @functools.wraps(stock)
+    def batches(self: Any) -> Iterator[list[int]]:
+        inner = self.batch_sampler
+        return inner.after(self.skip_batches) if isinstance(inner, BalancedShard) else stock(self)
+
+    SkipBatchSampler.__iter__ = batches
+
+
 class _OnePass:
     """A batch sampler that can be gone through once; shards change the lists that they get, so each gets its own."""
 
@@ -210,3 +227,6 @@ def deal(lengths: Sequence[int], ranks: int) -> list[list[int]]:
         shares[rank].append(place)
         tokens[rank] += lengths[place]
     return [sorted(share) for share in shares]
+
+
+_skip_dealing()
