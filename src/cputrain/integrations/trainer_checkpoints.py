@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from cputrain import api, settings
+from cputrain import api, blame, settings
 from cputrain.checkpoints import manifest, random_state, resume, state
 from cputrain.checkpoints.due import Due
 from cputrain.checkpoints.lock import Superseded
@@ -270,6 +270,7 @@ class _Callback(TrainerCallback):
         self._session.epoch_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        blame.note_step(state.global_step)
         due = self._session.due
         if due is not None and due() and not control.should_save:
             control.should_save = self._session.by_time = True
