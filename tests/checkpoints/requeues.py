@@ -1,4 +1,4 @@
-"""A job on a real Slurm is told that its time is up, at random moments: it is queued again, and ends as if it hadn't been.
+"""A job on a real Slurm is told that its time is up, at random moments: queued again, it ends as if nothing had been.
 
 python -m tests.checkpoints.requeues --times 10
 

@@ -65,7 +65,7 @@ class MachineLost(OthersFailed):
 def _lost(machines: list[int]) -> Failure:
     names = ", ".join(map(str, machines))
     words = f"machine {names} (counted from 0) is lost: it, or the network on the way there, doesn't answer any more"
-    return Failure(words, 1)
+    return Failure(words, 1, from_outside=True)
 
 
 def _out_of_memory() -> str:
@@ -149,7 +149,7 @@ class Agent(LocalElasticAgent):
             out_of_memory = hardware.oom_kills() > self._oom_kills
             self._own = own_failure(os.environ[blame.FOLDER], codes, out_of_memory)
             if self._own and self._own.what == OUT_OF_MEMORY:
-                self.verdict = Failure(f"{self.verdict.sentence}: {_out_of_memory()}", self.verdict.code)
+                self.verdict = self.verdict._replace(sentence=f"{self.verdict.sentence}: {_out_of_memory()}")
         if None in codes.values() and waited < _LAST_WORDS_SECONDS:
             return True
         if self.verdict.code != blame.STOPPED:
@@ -161,10 +161,11 @@ class Agent(LocalElasticAgent):
         """torch's loop starts anew as long as restarts remain."""
         assert self.verdict
         if self.verdict.code == blame.STOPPED:  # of several machines one may come back, and no start is used up for it
+            self.verdict = Failure(f"the ranks were asked to stop ({self.verdict.sentence})", blame.STOPPED, True)
             several = (worker_group.group_world_size or 1) > 1 and worker_group.spec.max_restarts
             self._remaining_restarts = self._remaining_restarts + 1 if several else 0
         elif self._remaining_restarts and (why := self._restarts.why_not(self._own)):
-            self.verdict = Failure(f"{self.verdict.sentence} {why}", self.verdict.code)
+            self.verdict = self.verdict._replace(sentence=f"{self.verdict.sentence} {why}")
             self._remaining_restarts = 0
 
     def _restart_workers(self, worker_group: WorkerGroup) -> None:
@@ -233,7 +234,7 @@ class Agent(LocalElasticAgent):
         if machines and not self._remaining_restarts and self._ranks_had_their_say():
             blames = self._blames(self._exit_codes(self._worker_group))
             named = processes.first_failure(dict.fromkeys(blames, 1), blames) if blames else None
-            raise MachineLost(named or _lost(machines))
+            raise MachineLost(named._replace(from_outside=True) if named else _lost(machines))
 
     def _ranks_had_their_say(self) -> bool:
         """Ranks that communicate notice a lost machine nearly as soon as we do, and know more of it."""
@@ -276,14 +277,14 @@ def _run(agent: Agent, order: Order) -> Failure | None:
     except OthersFailed as others:
         if isinstance(others, MachineLost):
             agent.tell_others(others.failure)
-        return Failure(f"{others.failure.sentence}, and with it the ranks of {here}", others.failure.code)
+        return others.failure._replace(sentence=f"{others.failure.sentence}, and with it the ranks of {here}")
     except RendezvousClosedError:
         return Failure(f"the training that met at {order.endpoint} is over, without {here}", 1)
     except (RuntimeError, RendezvousConnectionError) as error:
         if agent.peers is None:  # they never met
             raise
         first = str(error).strip().partition("\n")[0]
-        return Failure(f"{here} lost the machine at {order.endpoint}, where all meet ({first})", 1)
+        return Failure(f"{here} lost the machine at {order.endpoint}, where all meet ({first})", 1, from_outside=True)
     if result is None:
         return Failure(f"the training that met at {order.endpoint} needed no more machines than it had", 1)
     if not result.is_failed():

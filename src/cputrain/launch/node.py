@@ -96,7 +96,9 @@ def run(order: Order) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     except (DistError, RendezvousError, TimeoutError) as error:
-        raise ValueError(_no_meeting(order, error)) from None
+        if not order.in_pod:
+            raise ValueError(_no_meeting(order, error)) from None
+        failure = processes.Failure(_no_meeting(order, error), 2, from_outside=True)
     finally:
         processes.end_descendants()
         printed.close()
@@ -104,8 +106,8 @@ def run(order: Order) -> int:
     if failure is None:
         return output.exit_code(0)
     where = f"; its output is in {order.log_dir}" if order.log_dir else ""
-    print(f"cputrain: {failure.sentence}{where}.", file=sys.stderr)
-    return 1 if order.in_pod and failure.code > 127 and failure.code != blame.STOPPED else failure.code
+    print(f"cputrain: {failure.sentence.rstrip('.')}{where}.", file=sys.stderr)
+    return failure.code_of_pod if order.in_pod else failure.code
 
 
 def rank_arguments(program: tuple[str, ...]) -> list[str]:
