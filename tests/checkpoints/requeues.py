@@ -36,7 +36,7 @@ model = torch.nn.parallel.DistributedDataParallel(layers)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 data = torch.randn(240, 8, generator=torch.Generator().manual_seed(3))
 sampler = DistributedSampler(data)
-checkpoints = cputrain.Checkpoints(folder, model=model, optimizer=optimizer)
+checkpoints = cputrain.Checkpoints(folder, model=model, optimizer=optimizer, every=10)
 print("BEGINS", checkpoints.steps, flush=True)
 for epoch in checkpoints.epochs(2):
     sampler.set_epoch(epoch)

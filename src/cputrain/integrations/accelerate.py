@@ -17,13 +17,14 @@ from torch.utils.data import DataLoader
 
 from cputrain import hardware
 from cputrain.integrations import collectives, data_parallel, hook, settings
+from cputrain.integrations.accelerate_checkpoints import CheckpointingAccelerator
 from cputrain.integrations.notices import Refused, say_stock_once
 from cputrain.log import mention_once, say_once, show_where_nobody_logs
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
-class Accelerator(stock.Accelerator):
+class Accelerator(CheckpointingAccelerator, stock.Accelerator):
     """Stock's, with models and optimizers optimised in place before stock's own `prepare` sees them."""
 
     # Why models are left as they are, or None if they are optimised.
@@ -86,7 +87,7 @@ class Accelerator(stock.Accelerator):
         _optimise(self, objects)
 
     @property
-    def why_stock(self) -> str | None:
+    def why_stock(self) -> str | None:  # type: ignore[override]
         """Why nothing is ours here, or None."""
         return self._why_stock
 
