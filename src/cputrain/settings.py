@@ -69,6 +69,7 @@ OF_THE_USER = {
     SAVE_EVERY: Variable(
         "how often a checkpoint is saved, as `10min`", "as the script says; with `auto` or restarts: 10min"
     ),
+    ON_NAN: Variable("what Trainer does about a loss that isn't a number", "stock: it is named", ON_NANS),
     GRACE: Variable("seconds that ranks have to save and to end, once a launcher was asked to stop", "30"),
     PROGRESS: Variable("one live line, plain lines, or none", "auto: live on a terminal", PROGRESSES),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),

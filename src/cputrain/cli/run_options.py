@@ -33,6 +33,8 @@ OPTIONS = {
     "--resume": settings.RESUME,
     "--save-every": settings.SAVE_EVERY,
     "--save_every": settings.SAVE_EVERY,
+    "--on-nan": settings.ON_NAN,
+    "--on_nan": settings.ON_NAN,
 }
 CHOICES = {
     "--dtype": settings.DTYPES,
@@ -43,6 +45,7 @@ CHOICES = {
     "--record": ("off", "FOLDER"),
     "--resume": ("auto", "never", "FOLDER"),
     "--save-every": ("TIME",),
+    "--on-nan": settings.ON_NANS,
 }
 MEANINGS = {
     "--dtype": "The number format of matrix products, whatever the script says; without it fp32, or auto if the "
@@ -57,6 +60,8 @@ MEANINGS = {
     "--resume": "auto: go on from the newest checkpoint that is whole and fits. FOLDER: from that one. never: begin. "
     "Without it only a restart goes on, from a checkpoint of its own run.",
     "--save-every": "Save a checkpoint every 30s, 10min or 2h, too; with auto or restarts: 10min.",
+    "--on-nan": "What Trainer does about a loss that isn't a number. stock (default): it is named. stop: the training "
+    "ends. skip: the step is left out. back: on from the last checkpoint, without that step.",
 }
 
 

@@ -51,6 +51,11 @@ class CheckpointingTrainer:
             self._session = None
             choose.choose_again(None)
 
+    @property
+    def checkpoint_to_go_back_to(self) -> str | None:
+        """The last one that this training has saved, or began with."""
+        return self._session.last if self._session is not None else None
+
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
         return loss if self._session is None else self._session.with_earlier_losses(loss)
@@ -120,6 +125,7 @@ class Session:
         self._run = resume.name_of_run(output)
         self._output = Output.take(output, self._run, trainer.args.save_total_limit, self._best)
         self.path = self._chosen(asked)
+        self.last = self.path if isinstance(self.path, str) else None
         self.before = state.read(Path(self.path)) if isinstance(self.path, str) else None
         self.data = _length(trainer.train_dataset)
         state.prepare(self.before)
@@ -224,7 +230,9 @@ class Session:
             self.writing.write(lambda: self._name_best(before, name))
             self.writing.write(lambda: state.write(self.writing.folder, self._now()))  # type: ignore[union-attr]
         written, self.writing, self.by_time = self.writing, None, False
-        if not written.saved:
+        if written.saved:
+            self.last = str(written.target)
+        else:
             trainer.state.best_model_checkpoint = before
         if self.due is not None:
             self.due.saved()
