@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from cputrain import hardware
-from cputrain.integrations import collectives, data_parallel, hook, settings
+from cputrain.integrations import collectives, data_parallel, hook, memory_need, settings
 from cputrain.integrations.accelerate_checkpoints import CheckpointingAccelerator
 from cputrain.integrations.notices import Refused, say_stock_once
 from cputrain.log import mention_once, say_once, show_where_nobody_logs
@@ -166,7 +166,10 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
         if optimizer is None:
             api.optimize(model, dtype=dtype, padding=padding)
         else:
+            memory_need.check(model, optimizer)
             api.optimize(model, optimizer, dtype=dtype, padding=padding)
+    except Refused:
+        raise
     except LibraryError as error:  # a broken installation, which the user must hear of
         raise Refused(str(error)) from None
     except ValueError as error:

@@ -171,6 +171,8 @@ class Session:
 
     def begin(self, model: Any, loader: Any) -> None:
         """Everything is there, and stock has loaded its files."""
+        if self._output.leads and self._output.lock is not None:
+            self._output.free_after_saying_if_little(_room(self.trainer))
         generator = getattr(loader, "synchronized_generator", None)
         self._generators = [generator] if generator is not None else []
         if self.before is None:
@@ -321,6 +323,9 @@ def _room(trainer: Any) -> int:
         return 0
     adapters = hasattr(trainer.model, "peft_config")
     tensors = [p for p in trainer.model.parameters() if p.requires_grad or not adapters]
-    if trainer.optimizer is not None and not trainer.args.save_only_model:
-        tensors += [t for found in trainer.optimizer.state.values() for t in found.values() if torch.is_tensor(t)]
-    return sum(tensor.nbytes for tensor in tensors)
+    if trainer.optimizer is None or trainer.args.save_only_model:
+        return sum(tensor.nbytes for tensor in tensors)
+    moments = [t for found in trainer.optimizer.state.values() for t in found.values() if torch.is_tensor(t)]
+    if not moments:  # before the first step: AdamW's
+        moments = 2 * [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return sum(tensor.nbytes for tensor in [*tensors, *moments])
