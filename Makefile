@@ -65,6 +65,7 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.checkpoints.stops --times 30
 	$(BIN)/python -m tests.checkpoints.requeues --times 10 --time-limit
 	PYTHONPATH=tests $(BIN)/python -m tests.checkpoints.lost_pods --times 10
+	$(BIN)/python -m tests.checkpoints.lost_hosts --times 10
 	$(BIN)/python -m tests.distributed.torchs_suite --ranks 2 3 4
 	$(MAKE) wheel-test
 
