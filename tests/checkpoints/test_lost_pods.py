@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoints.lost_pods import Loss, result
+from tests.checkpoints.requeues import undisturbed
 from tests.cluster.pods import CGROUP
 
 pytestmark = [
@@ -18,9 +19,5 @@ pytestmark = [
 
 
 def test_a_preempted_pod_is_started_anew_and_the_weights_are_the_same(tmp_path: Path) -> None:
-    for name in ("undisturbed", "preempted"):
-        (tmp_path / name).mkdir()
-    tmp_path.chmod(0o755)
-    _, expected = result(tmp_path / "undisturbed", None)
-    began, weights = result(tmp_path / "preempted", Loss(1, signal.SIGTERM, 1.0))
-    assert weights == expected and len(began) == 2
+    began, weights = result(tmp_path, Loss(1, signal.SIGTERM, 1.0))
+    assert weights == undisturbed(tmp_path) and len(began) == 2
