@@ -261,7 +261,8 @@ def train(order: Order, logs: Any, program: list[str]) -> Failure | None:
     except SignalException as stop:
         # The rendezvous stays open: others, or this machine when it is back, may go on with the training.
         if order.is_fixed and not order.max_restarts:
-            agent.tell_others(Failure(f"{socket.gethostname()} was ended by {stop.sigval.name}", 128 + stop.sigval))
+            ended = f"{socket.gethostname()} was ended by {stop.sigval.name}"
+            agent.tell_others(Failure(ended, 128 + stop.sigval, from_outside=True))
         raise
     except BaseException:
         handler.shutdown()
