@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         """torch's loop starts anew as long as restarts remain."""
         assert self.verdict
         if self.verdict.code == blame.STOPPED:  # of several machines one may come back, and no start is used up for it
-            self.verdict = Failure(f"the ranks were asked to stop ({self.verdict.sentence})", blame.STOPPED, True)
+            self.verdict = Failure(f"the ranks of {socket.gethostname()} were asked to stop", blame.STOPPED, True)
             several = (worker_group.group_world_size or 1) > 1 and worker_group.spec.max_restarts
             self._remaining_restarts = self._remaining_restarts + 1 if several else 0
         elif self._remaining_restarts and (why := self._restarts.why_not(self._own)):
