@@ -3,7 +3,7 @@
 python -m tests.checkpoints.kills --times 100
 
 The weights at the end are an undisturbed run's, bit for bit. As a script of ranks, `kills.py HOW FOLDER KILLS SEED`, it
-is what trains and kills itself: one rank in each of the first KILLS starts.
+is what trains and kills itself: one rank, or all, in each of the first KILLS starts.
 """
 
 from __future__ import annotations
@@ -37,11 +37,12 @@ _killer: list[threading.Timer] = []
 
 
 def kill_within(seconds: float, kills: int, seed: int) -> None:
-    """This process, if it is its turn in this start: another one in each."""
+    """This process, if it is its turn in this start: one rank's, or that of all at once."""
     start, rank = (int(os.environ.get(name, "0")) for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     draw = random.Random(f"{seed} {start}")
-    unlucky = draw.randrange(int(os.environ.get("WORLD_SIZE", "1")))
-    if start < kills and rank == unlucky:
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    unlucky = draw.randrange(size + 1)
+    if start < kills and unlucky in (rank, size):
         moment = draw.uniform(0, seconds)
         _killer.append(threading.Timer(moment, os.kill, (os.getpid(), signal.SIGKILL)))
         _killer[0].start()
