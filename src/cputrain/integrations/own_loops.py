@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from cputrain.integrations import hook
+from cputrain.integrations import hook, trial
 
 ADVICE = (
     "nothing was optimised: the script trains in a loop of its own. Add two lines to it, where the optimizer is made: "
@@ -25,6 +25,7 @@ def advice() -> str | None:
 
 
 def _note_step(*_: Any) -> None:
+    trial.watch_own_loop()
     api, native = sys.modules.get("cputrain.api"), sys.modules.get("cputrain.native")
     if native is None or native.why_not() is None:  # elsewhere nothing can be optimised, and that was said
         _steps[api is not None and api.any_optimized()] += 1
