@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "run": "Run a training script, optimised, as python would.",
     "launch": "Start a script as one process or many, here or elsewhere.",
-    "report": "Show what runs recorded, as a page or a text.",
     "tune": "Find the fastest settings of this machine for a script.",
+    "report": "Show what runs recorded, as a page or a text.",
     "checkpoints": "List a training's checkpoints, and say which are whole.",
     "config": "Answer Accelerate's questions; writes what launch reads.",
     "doctor": "What this CPU is, what runs on it, and what to mend.",

@@ -22,10 +22,10 @@ from cputrain.tune.tried import Tried, fingerprint
 
 app = new_app()
 EXAMPLES = """
-    cputrain tune run_qa.py --model_name_or_path bert-base-uncased --do_train
+    cputrain tune run_qa.py --do_train --per_device_train_batch_size 12
     cputrain tune --dtypes fp32,int16 --budget 30min run_qa.py --do_train
     cputrain tune --dry-run run_qa.py --do_train
-    cputrain tune --it-may-write --batch-option --batch_size my_loop.py --batch_size 32
+    cputrain tune --it-may-write --batch-option --batch loop.py --batch 32
 """
 _DEFAULT_FILE = Path("cputrain-tuned.yaml")
 _LEAST_SECONDS = 10
