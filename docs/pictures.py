@@ -32,11 +32,14 @@ def main() -> None:
         script = ROOT / "benchmarks" / "demo_with_trainer.py"
         subprocess.run([*CPUTRAIN, "run", str(script), *TRAINING.split()], cwd=folder, check=True)
         subprocess.run([*CPUTRAIN, "report", "run"], cwd=folder, check=True)
-        photographed(folder / "run" / "_cputrain" / "report.html", PICTURES / "report.png", 1000, 1150)
+        photographed(folder / "run" / "_cputrain" / "report.html", PICTURES / "report.png", 1440, 1000)
         environ = {**os.environ, "COLUMNS": "110"}
         said = subprocess.run([*CPUTRAIN, "doctor"], env=environ, capture_output=True, text=True, check=True).stdout
         page = folder / "doctor.html"
-        page.write_text(f'<meta charset="utf-8"><body style="margin: 0"><pre style="{TERMINAL}">{html.escape(said)}</pre>')
+        page.write_text(
+            '<meta charset="utf-8"><body style="margin: 0; background: #16181d">'
+            f'<pre style="{TERMINAL}">{html.escape(said)}</pre>'
+        )
         photographed(page, PICTURES / "doctor.png", 950, 32 + 18 * (said.count("\n") + 1))
 
 

@@ -107,7 +107,7 @@ def test_tune_writes_what_launch_reads_and_goes_on_where_it_was(place: Path) -> 
     assert f"CPUTRAIN_DTYPE={winner.split(',')[1].split()[0]}" in config.env
     tried = [json.loads(line) for line in (place / "best.tried.jsonl").read_text().splitlines()]
     trials = [line for line in tried if line["kind"] == "trial"]
-    assert len(trials) >= 2 and all(line["seconds"] > 0 for line in trials)
+    assert trials and all(line["seconds"] > 0 for line in trials)
     assert not (place / "written").exists() and not (place / "out").exists()
     again = subprocess.run(command, cwd=place, env=known, capture_output=True, text=True, check=False, timeout=300)
     assert again.returncode == 0 and "best.tried.jsonl has measurements of this training" in again.stdout

@@ -133,5 +133,5 @@ def _out_of_time(rounds: Rounds, left: list[int], found: dict[int, float], dropp
         rounds.add(found)
         left = list(found)
     verdict = _verdict(rounds, left, dropped, "the budget is spent")
-    verdict.is_settled = len(left) == 1
+    verdict.is_settled = False
     return verdict

@@ -21,7 +21,7 @@ _SHARE_OF_A_TRIAL = 1 / 150
 _LEAST_MEASURED, _MOST_MEASURED = 4, 100
 # The first round may take so much of the budget: later ones repeat it for fewer and fewer.
 _SHARE_OF_FIRST_ROUND = 0.7
-# No trial begins that could hardly end in time.
+# No trial begins that could hardly end in time, but for the first: each call brings the search forward.
 _LEAST_OF_A_TRIAL = 0.5
 # A candidate that takes twice as long as the best is out, and needn't be measured to its end.
 _PATIENCE = 2.0
@@ -110,7 +110,7 @@ class Session:
         if earlier:
             self._best = min(self._best, earlier[0] or math.inf)
             return earlier[0]
-        if time.monotonic() + _LEAST_OF_A_TRIAL * self.tried.facts["took"] > self._ends:
+        if self._trials and time.monotonic() + _LEAST_OF_A_TRIAL * self.tried.facts["took"] > self._ends:
             raise OutOfTime
         self._trials += 1
         patience = _PATIENCE * self._best * (steps - WARM_UP)
@@ -118,7 +118,7 @@ class Session:
             self.training,
             candidate.config(self.base),
             steps,
-            lambda step: self.watch(f"{candidate.words}: step {step} of {steps}"),
+            lambda step: self.watch(f"{self._spent()} {candidate.words}: step {step} of {steps}"),
             None if math.isinf(patience) else patience,
         )
         self._best = min(self._best, found.seconds or math.inf)
@@ -126,6 +126,10 @@ class Session:
         said = f"{found.seconds:.4g} s a step" if found.seconds else f"failed: {found.problem.splitlines()[-1]}"
         self.say(f"{self._trials:4}  {candidate.words:<44}  {said}")
         return found.seconds
+
+    def _spent(self) -> str:
+        left = max(0.0, self._ends - time.monotonic())
+        return f"{self.budget - left:.0f} of {self.budget:.0f} s:"
 
 
 def _batch(found: Measured) -> tuple[int | None, int]:
