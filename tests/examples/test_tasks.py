@@ -40,9 +40,8 @@ def run_elsewhere() -> set[str]:
 
 def ran(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command)
-    variables = dict(words.pop(0).split("=", 1) for word in list(words) if re.match(r"[A-Z_]+=", word))
     runner = {"python": [sys.executable], "cputrain": [sys.executable, "-m", "cputrain"]}[words[0]]
-    environ = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1", **variables}
+    environ = {**os.environ, "OMP_WAIT_POLICY": "passive", "HF_HUB_OFFLINE": "1"}
     answer = subprocess.run(
         [*runner, *words[1:]], cwd=folder, env=environ, capture_output=True, text=True, check=False, timeout=300
     )

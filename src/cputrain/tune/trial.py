@@ -8,7 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -83,7 +83,7 @@ def run(
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cputrain-tune-", ignore_cleanup_errors=True) as folder:
         file, output = Path(folder, "config.yaml"), Path(folder, "output")
-        config_file.write(config, file)
+        config_file.write(replace(config, max_restarts=0, log_dir=None), file)
         program = [sys.executable, import_path.program("__main__.py"), "launch", "--config_file", str(file)]
         words = [*program, "--record", str(output), *training.sharing_batch(config.num_processes)]
         with open(Path(folder, "log"), "w+b") as log:
