@@ -50,6 +50,12 @@ def test_a_table_a_file_and_a_command(tmp_path: Path) -> None:
     assert config_file.read(tmp_path / "best.yaml") == TWO.config(base)
 
 
+def test_an_argument_with_a_new_line_stays_a_comment(tmp_path: Path) -> None:
+    command = outcome.command(Training(("t.py", "a\nhostfile: evil\r\u2028engine: mpi")), ONE, PLAN, "f")
+    (tmp_path / "best.yaml").write_text(outcome.text(Config(), ONE, [], "why", command))
+    assert config_file.read(tmp_path / "best.yaml") == ONE.config(Config())
+
+
 def test_a_batch_that_the_command_does_not_name_is_added() -> None:
     assert outcome.command(Training(("t.py",)), TWO, PLAN, "f").endswith("t.py --per_device_train_batch_size 3")
     assert outcome.command(Training(("t.py",)), ONE, PLAN, "f").endswith("f t.py")
@@ -80,7 +86,7 @@ def test_the_budget_decides_how_many_are_tried_and_how_long(tmp_path: Path, monk
     """Ten minutes, two seconds a step: four steps that count are ten seconds, and 21 such trials make a first round."""
     asked: list[int] = []
 
-    def run(training: Training, config: Config, steps: int) -> Measured:
+    def run(training: Training, config: Config, steps: int, most: float) -> Measured:
         asked.append(steps)
         return Measured(2.0, 20.0, "", {"per_device_train_batch_size": 12, "gradient_accumulation_steps": 2})
 
@@ -97,7 +103,7 @@ def test_the_budget_decides_how_many_are_tried_and_how_long(tmp_path: Path, monk
 
 
 def test_without_a_known_batch_only_one_rank_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cputrain.tune.trial.run", lambda *_: Measured(2.0, 20.0, "", None))
+    monkeypatch.setattr("cputrain.tune.trial.run", lambda *_, **__: Measured(2.0, 20.0, "", None))
     made = Session(Training(("t.py",)), Config(), tried(tmp_path), 600.0, print, print).plan([ONE, TWO, BOUND])
     assert made.candidates == [ONE, BOUND] and "--batch-option names" in made.left_out[0][1]
     training = Training(("t.py", "-b", "8"), batch_option="-b")

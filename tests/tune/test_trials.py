@@ -143,6 +143,16 @@ def test_a_script_that_fails_is_shown_and_nothing_is_written(place: Path) -> Non
     assert "ValueError: no data here" in answer.stderr and not (place / "cputrain-tuned.yaml").exists()
 
 
+def test_a_training_that_waits_for_ever_is_ended(place: Path) -> None:
+    (place / "train.py").write_text("import time\ntime.sleep(1000)\n")
+    code = "from cputrain.tune.trial import Config, Training, run\n"
+    code += "print(run(Training(('train.py',)), Config(), 5, most=3.0))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=place, capture_output=True, text=True, check=True, timeout=100
+    )
+    assert "seconds=None" in done.stdout and "it didn't end within 3 s, after 0 steps" in done.stdout
+
+
 def test_a_rank_of_a_launcher_is_refused(place: Path) -> None:
     answer = cputrain(place, "tune", "train.py", RANK="0", WORLD_SIZE="2", LOCAL_RANK="0")
     assert answer.returncode == 2 and "tune starts ranks itself" in answer.stderr

@@ -54,7 +54,7 @@ def text(base: Config, winner: Candidate, lines: Sequence[str], why: str, comman
         "What was tried:",
         *(f"  {one}" for one in lines),
     ]
-    comments = "".join(f"# {line}".rstrip() + "\n" for line in head)
+    comments = "".join(f"# {line}".rstrip() + "\n" for line in "\n".join(head).splitlines())
     return comments + config_file.to_text(winner.config(base).to_mapping())
 
 

@@ -16,6 +16,8 @@ from cputrain.tune.trial import WARM_UP, Measured, Training
 from cputrain.tune.tried import Tried
 
 _FIRST_STEPS = WARM_UP + 3
+# The first trial is waited for so long, however small the budget: nothing can be said without it.
+_FIRST_SECONDS = 120.0
 # Of a trial so much of the budget goes into steps that count: enough of them in ten minutes, and few in one.
 _SHARE_OF_A_TRIAL = 1 / 150
 _LEAST_MEASURED, _MOST_MEASURED = 4, 100
@@ -25,6 +27,8 @@ _SHARE_OF_FIRST_ROUND = 0.7
 _LEAST_OF_A_TRIAL = 0.5
 # A candidate that takes twice as long as the best is out, and needn't be measured to its end.
 _PATIENCE = 2.0
+# One that takes this many times the first trial's time in all waits for something.
+_LONGEST = 20.0
 
 Say = Callable[[str], None]
 
@@ -75,7 +79,9 @@ class Session:
 
     def _first(self, candidate: Candidate) -> dict[str, Any]:
         self.watch("a first trial, to see how long a step takes")
-        found = trial.run(self.training, candidate.config(self.base), _FIRST_STEPS)
+        found = trial.run(
+            self.training, candidate.config(self.base), _FIRST_STEPS, most=max(self.budget, _FIRST_SECONDS)
+        )
         if found.seconds is None:
             raise ValueError(f"the training can't be tuned: {found.problem}")
         measured = self.budget * _SHARE_OF_A_TRIAL / found.seconds
@@ -119,7 +125,8 @@ class Session:
             candidate.config(self.base),
             steps,
             lambda step: self.watch(f"{self._spent()} {candidate.words}: step {step} of {steps}"),
-            None if math.isinf(patience) else patience,
+            patience,
+            _LONGEST * self.tried.facts["took"],
         )
         self._best = min(self._best, found.seconds or math.inf)
         self.tried.note(candidate, found.seconds, found.problem)

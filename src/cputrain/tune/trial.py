@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -28,6 +29,8 @@ _NOT_INHERITED = (
     *(settings.THREADS, settings.COMMUNICATION_CORES, settings.WORKERS),
 )
 _LAST_LINES = 12
+# How a trial was ended by us: its steps are too slow to win, or it takes too long in all.
+_SLOW, _LATE = "slow", "late"
 
 
 @dataclass(frozen=True)
@@ -77,9 +80,13 @@ def run(
     config: Config,
     steps: int,
     watch: Callable[[int], None] = lambda step: None,
-    patience: float | None = None,
+    patience: float = math.inf,
+    most: float = math.inf,
 ) -> Measured:
-    """`watch` hears of each step. A trial whose steps take longer than `patience`, in seconds, is ended early."""
+    """`watch` hears of each step. A trial whose steps take longer than `patience`, in seconds, is ended early.
+
+    One that takes longer than `most` in all has failed: it may wait for ever.
+    """
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="cputrain-tune-", ignore_cleanup_errors=True) as folder:
         file, output = Path(folder, "config.yaml"), Path(folder, "output")
@@ -87,9 +94,9 @@ def run(
         program = [sys.executable, import_path.program("__main__.py"), "launch", "--config_file", str(file)]
         words = [*program, "--record", str(output), *training.sharing_batch(config.num_processes)]
         with open(Path(folder, "log"), "w+b") as log:
-            code = _run(words, _environment(training, steps), log, output, watch, patience)
-            seconds, arguments = _seconds(output, steps, ended_early=code is None)
-            problem = "" if seconds is not None else _problem(log, code or 0, output)
+            ended = _run(words, _environment(training, steps), log, output, watch, patience, began + most)
+            seconds, arguments = _seconds(output, steps, ended == _SLOW)
+            problem = "" if seconds is not None else _problem(log, ended, most, output)
     return Measured(seconds, time.monotonic() - began, problem, arguments)
 
 
@@ -105,9 +112,10 @@ def _run(
     log: IO[bytes],
     output: Path,
     watch: Callable[[int], None],
-    patience: float | None,
-) -> int | None:
-    """The exit code; None if patience ended, when at least one step was measured."""
+    patience: float,
+    until: float,
+) -> int | str:
+    """The exit code, or why it was ended."""
     processes.adopt_orphans()
     child = subprocess.Popen(words, env=environ, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     record, seen = recorder.path_of(output, 0), 0
@@ -118,8 +126,8 @@ def _run(
                 seen = len(steps)
                 watch(seen)
             spent = sum(steps[WARM_UP:])
-            if patience is not None and spent > patience:
-                return None
+            if spent > patience or time.monotonic() > until:
+                return _SLOW if spent > patience else _LATE
             time.sleep(_POLL_SECONDS)
         return code
     finally:
@@ -149,11 +157,13 @@ def _seconds(output: Path, steps: int, ended_early: bool) -> tuple[float | None,
     return sum(entry["s"] for entry in measured) / sum(entry["n"] for entry in measured), arguments
 
 
-def _problem(log: IO[bytes], code: int, output: Path) -> str:
+def _problem(log: IO[bytes], ended: int | str, most: float, output: Path) -> str:
     steps = len(_steps_so_far(recorder.path_of(output, 0)))
-    if code == 0:
+    if ended == _LATE:
+        return f"it didn't end within {most:.0f} s, after {steps} steps"
+    if not isinstance(ended, int) or ended == 0:
         did = f"ended after {steps} step{'s' * (steps != 1)}" if steps else "ended without a step of an optimizer"
         return f"the script {did}"
     log.seek(0)
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    return "\n".join([f"exit code {processes.exit_code(code)}", *map(shown_value, lines[-_LAST_LINES:])])
+    return "\n".join([f"exit code {processes.exit_code(ended)}", *map(shown_value, lines[-_LAST_LINES:])])
