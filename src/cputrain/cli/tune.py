@@ -105,7 +105,8 @@ def tune(
         try:
             _search(session, found, file, screen)
         except KeyboardInterrupt as interrupt:
-            screen.say(f"stopped; {tried.path} keeps what was measured, and the same command goes on from there")
+            kept = f"{tried.path} keeps what was measured, and the same command goes on from there"
+            screen.say(f"stopped; {kept if tried.facts else 'nothing was measured yet'}")
             raise typer.Exit(processes.interrupted_code(interrupt)) from None
 
 

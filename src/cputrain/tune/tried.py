@@ -41,10 +41,7 @@ class Tried:
         self.left: dict[str, list[float | None]] = defaultdict(list)
         self.problems: dict[str, str] = {}
         self.times: dict[str, list[float]] = defaultdict(list)
-        self.goes_on = not anew and self._read()
-        if not self.goes_on:
-            text_files.make_folder(path.parent)
-            text_files.write(path, f"{json.dumps(self._mark)}\n")
+        self.goes_on = self._has_file = not anew and self._read()
 
     def _read(self) -> bool:
         if not self.path.exists():
@@ -91,6 +88,10 @@ class Tried:
         self._append({"kind": "trial", "candidate": asdict(candidate), "seconds": seconds, "problem": problem})
 
     def _append(self, entry: Mapping[str, Any]) -> None:
+        if not self._has_file:  # what measured another training is replaced when this one has told something
+            text_files.make_folder(self.path.parent)
+            text_files.write(self.path, f"{json.dumps(self._mark)}\n")
+            self._has_file = True
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(f"{json.dumps(entry)}\n")
