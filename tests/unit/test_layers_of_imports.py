@@ -53,7 +53,8 @@ MAY_IMPORT = {
     "integrations": ["checkpoints", "distributed", "record", "stop"],
     "compat": ["integrations"],
     "report": ["record"],
-    "cli": ["cluster", "integrations", "report"],
+    "tune": ["launch", "record"],
+    "cli": ["cluster", "integrations", "report", "tune"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [
