@@ -17,6 +17,7 @@ sys.path.insert(0, str(BENCHMARKS))
 import decoder_models  # noqa: E402
 import decoders  # noqa: E402
 import interleaved  # noqa: E402
+import language_model_curves  # noqa: E402
 import loss_curves  # noqa: E402
 import training  # noqa: E402
 
@@ -152,3 +153,16 @@ def test_options_of_language_models_name_their_report(monkeypatch) -> None:
     assert (found["times faster"], found["memory"], found["real tokens/s"], found["of products"]) == (
         *("**2.00**", "0.50", "64", "0.75"),
     )  # fmt: skip
+
+
+def test_curves_of_language_models_are_held_against_their_own_reference() -> None:
+    near, far = [[2.0, 2.0, 1.0], [2.2, 2.2, 1.2]], [[3.0, 3.0, 3.0]] * 2
+    references = {"stock": "stock", "ours": "stock", "NF4 stock": "NF4 stock", "NF4 ours": "NF4 stock"}
+    shifted = [[value + 0.15 for value in curve] for curve in far]
+    curves = {"stock": near, "ours": near[::-1], "NF4 stock": far, "NF4 ours": shifted}
+    rows = language_model_curves.compare(curves, 2, references)
+    assert [row["within"] for row in rows] == ["**no**", "**no**"]  # the seeds of NF4 stock don't differ at all
+    assert rows[0]["NF4 ours apart"] == "0.1500" and rows[0]["ours apart"] == "0.0000"
+    wide = [[value + 0.2 * seed for value in curve] for seed, curve in enumerate(far)]
+    rows = language_model_curves.compare(curves | {"NF4 stock": wide}, 2, references)
+    assert [(row["up to step"], row["within"]) for row in rows] == [("2", "yes"), ("held-back text", "yes")]
