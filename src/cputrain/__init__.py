@@ -10,6 +10,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from cputrain.api import explain, optimize, restore
     from cputrain.checkpoints.own_loops import Checkpoints
+    from cputrain.estimation import estimate
     from cputrain.integrations.accelerate import Accelerator
     from cputrain.integrations.trainer import Trainer
     from cputrain.integrations.training_arguments import TrainingArguments
@@ -20,6 +21,7 @@ _HOME_OF = {
     "explain": "cputrain.api",
     "restore": "cputrain.api",
     "Checkpoints": "cputrain.checkpoints.own_loops",
+    "estimate": "cputrain.estimation",
     "Accelerator": "cputrain.integrations.accelerate",
     "Trainer": "cputrain.integrations.trainer",
     "TrainingArguments": "cputrain.integrations.training_arguments",
@@ -31,6 +33,7 @@ __all__ = [
     "Trainer",
     "TrainingArguments",
     "__version__",
+    "estimate",
     "explain",
     "optimize",
     "restore",

@@ -61,6 +61,12 @@ def release() -> None:
     """Back to glibc's usual behaviour, and what is free goes back to the kernel."""
     if not why_not():
         _set(_USUAL)
+        give_back()
+
+
+def give_back() -> None:
+    """What is free now goes back to the kernel."""
+    if not why_not():
         ctypes.CDLL(None).malloc_trim(0)
 
 

@@ -14,8 +14,10 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 
+import decoder_models  # noqa: E402
 import decoders  # noqa: E402
 import interleaved  # noqa: E402
+import language_model_curves  # noqa: E402
 import loss_curves  # noqa: E402
 import training  # noqa: E402
 
@@ -108,16 +110,59 @@ def test_a_small_comparison_runs_end_to_end(benchmark: str) -> None:
         assert all(0 < loss < 20 for loss in result["first_losses"])
 
 
+MODES = {
+    "llama-135m": {},
+    "bert-mlm": {},
+    "head-half": {},
+    "head-trained": {},
+    "qwen3-0.6b": {"train": "lora", "load": "bf16", "accumulate": 2, "tokens": (1, 8), "checkpointing": True},
+    "llama-3.1-8b": {"train": "qlora", "checkpointing": True},
+}
+
+
 @pytest.mark.parametrize("ours", [True, False])
-@pytest.mark.parametrize("model", ["llama-135m", "bert-mlm", "head-half", "head-trained"])
+@pytest.mark.parametrize("model", MODES)
 def test_steps_of_language_models(monkeypatch, model: str, ours: bool) -> None:
-    if model in decoders.MODELS:
-        kind = decoders.MODELS[model][0]
-        fields = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-        monkeypatch.setitem(decoders.MODELS, model, (kind, fields | {"num_attention_heads": 2}, (2, 24)))
+    if model in decoder_models.MODELS:
+        kind, fields, _ = decoder_models.MODELS[model]
+        small = {"vocab_size": 2000, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1, "head_dim": 16}
+        small |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+        if kind == "Bert":
+            small = {name: small[name] for name in small if name not in ("head_dim", "num_key_value_heads")}
+        monkeypatch.setitem(decoder_models.MODELS, model, (kind, fields | small, (2, 24)))
     for name, size in (("TOKENS", 16), ("FEATURES", 32), ("VOCABULARY", 999)):
         monkeypatch.setattr(decoders, name, size)
     make = decoders.head_step if model in decoders.HEADS else decoders.model_step
-    settings = {"model": model, "lengths": "chat", "dtype": "fp32", "checkpointing": False}
-    step = make(settings, ours)
-    step(0), step(1)
+    usual = {"train": "full", "load": "fp32", "accumulate": 1, "tokens": None, "checkpointing": False}
+    settings = usual | {"model": model, "lengths": "chat", "dtype": "fp32"} | MODES[model]
+    step, products = make(settings, ours)
+    assert step(0) == step(1) > 0
+    assert products is None or not ours or 0 < products(8) < 1
+    if products and ours:  # attention, feed-forward, head: each layer counts
+        monkeypatch.setattr(decoders, "layer_seconds", lambda *_: 1.0)
+        assert products(8) == 8
+
+
+def test_options_of_language_models_name_their_report(monkeypatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["decoders.py", "--model", "qwen3-0.6b", "--train", "lora", "--tokens", "1x128"])
+    arguments = decoders.parse_arguments()
+    assert arguments.tokens == (1, 128) and decoders.described_tokens(arguments, "qwen3-0.6b") == "1×128 full"
+    assert decoders.name_of_report(arguments) == ["decoders", "full", "lora", "qwen3-0.6b"]
+    answers = [[{"seconds": 4.0, "cpu": 8.0}, {"seconds": 2.0, "cpu": 5.0}]] * 2
+    found = decoders.row(arguments, "qwen3-0.6b", answers, [1000.0, 500.0], 128.0, 1.5)
+    assert (found["times faster"], found["memory"], found["real tokens/s"], found["of products"]) == (
+        *("**2.00**", "0.50", "64", "0.75"),
+    )  # fmt: skip
+
+
+def test_curves_of_language_models_are_held_against_their_own_reference() -> None:
+    near, far = [[2.0, 2.0, 1.0], [2.2, 2.2, 1.2]], [[3.0, 3.0, 3.0]] * 2
+    references = {"stock": "stock", "ours": "stock", "NF4 stock": "NF4 stock", "NF4 ours": "NF4 stock"}
+    shifted = [[value + 0.15 for value in curve] for curve in far]
+    curves = {"stock": near, "ours": near[::-1], "NF4 stock": far, "NF4 ours": shifted}
+    rows = language_model_curves.compare(curves, 2, references)
+    assert [row["within"] for row in rows] == ["**no**", "**no**"]  # the seeds of NF4 stock don't differ at all
+    assert rows[0]["NF4 ours apart"] == "0.1500" and rows[0]["ours apart"] == "0.0000"
+    wide = [[value + 0.2 * seed for value in curve] for seed, curve in enumerate(far)]
+    rows = language_model_curves.compare(curves | {"NF4 stock": wide}, 2, references)
+    assert [(row["up to step"], row["within"]) for row in rows] == [("2", "yes"), ("held-back text", "yes")]

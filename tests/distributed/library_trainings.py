@@ -6,12 +6,15 @@ import os
 import tempfile
 from collections.abc import Iterator
 
+import peft
 import torch
 import torch.distributed as dist
+import transformers as hf
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
+import cputrain
 from cputrain import Accelerator, Trainer, TrainingArguments
 from cputrain.distributed import gradient_hooks
 from tests.distributed import trainings
@@ -55,6 +58,37 @@ def case_accelerate(rank, size):
         optimizer.zero_grad()
     trainings._compare(accelerator.unwrap_model(wrapped).state_dict(), trainings._alone())
     assert accelerator.gather(torch.tensor([rank])).tolist() == list(range(size))
+
+
+def _with_two_adapters() -> nn.Module:
+    """Of a model in bf16; both are to be trained, and one is never used."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 99, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=4)).bfloat16()
+    settings = {"r": 4, "target_modules": "all-linear", "init_lora_weights": False}
+    model = peft.get_peft_model(model, peft.LoraConfig(**settings))
+    model.add_adapter("unused", peft.LoraConfig(**settings))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_" in name)
+    return cputrain.optimize(model.train(), dtype="fp32")
+
+
+def case_lora_with_an_adapter_that_is_not_used(rank, size):
+    ids = torch.arange(BATCH * 16).view(BATCH, 16) * 7 % 99
+    alone, model = _with_two_adapters(), _with_two_adapters()
+    wrapped = DistributedDataParallel(model, find_unused_parameters=True)
+    share = ids[rank * (BATCH // size) : (rank + 1) * (BATCH // size)]
+    for _ in range(2):
+        model.zero_grad(), alone.zero_grad()
+        wrapped(input_ids=share, labels=share).loss.backward()
+        alone(input_ids=ids, labels=ids).loss.backward()
+    expected = {name: parameter.grad for name, parameter in alone.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if expected[name] is None:
+            assert parameter.grad is None or not parameter.grad.any()
+        else:
+            torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-6)
+    assert sum(grad is not None for grad in expected.values()) == 28
 
 
 def _steps(size: int, balance: str) -> Iterator[tuple[list[tuple], list[int], Tensor]]:

@@ -1,4 +1,5 @@
-"""SFT (packed; the assistant's words only) and DPO by TRL, on a tiny model: writes the losses, and who computed them.
+"""SFT (packed; the assistant's words only) and DPO by TRL, on a tiny model, in full, with LoRA, with LoRA on 4 bits:
+writes the losses, and who computed them.
 
 cputrain run tests/integrations/trl_training.py losses.json
 """
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BitsAndBytesConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 from trl.kernels import ChunkedLogProbFunction
 
@@ -34,8 +36,9 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 def llama(**options) -> LlamaForCausalLM:
+    """On 4 bits stock is right only if rows are whole blocks of 64."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     config = LlamaConfig(vocab_size=64, **sizes, pad_token_id=0, bos_token_id=1, eos_token_id=2, **options)
     return LlamaForCausalLM(config)
 
@@ -56,18 +59,38 @@ def settings(folder: Path) -> dict:
     return common | {"output_dir": str(folder)}
 
 
-def sft(folder: Path, **options) -> SFTTrainer:
+LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.0}
+# On 4 bits TRL makes adapters bf16, in which stock computes: it differs less while they are small.
+ADAPTERS = {"full": None, "lora": LoraConfig(**LORA, init_lora_weights=False), "qlora": LoraConfig(**LORA)}
+FOUR_BITS = {
+    "quantization_config": BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4"),
+    "device_map": "cpu",
+    "dtype": "float32",
+}
+
+
+def saved(folder: Path) -> str:
+    llama().save_pretrained(folder / "model")
+    return str(folder / "model")
+
+
+def sft(folder: Path, how: str = "full", **options) -> SFTTrainer:
     rows = Dataset.from_list([{"messages": row["asked"] + row["good"]} for row in talks()])
     arguments = SFTConfig(**settings(folder), max_length=64, **options)
-    return SFTTrainer(llama(), arguments, train_dataset=rows, processing_class=tokenizer())
+    model = llama()
+    if how == "qlora":
+        model = LlamaForCausalLM.from_pretrained(saved(folder), **FOUR_BITS)
+    more = {"processing_class": tokenizer(), "peft_config": ADAPTERS[how]}
+    return SFTTrainer(model, arguments, train_dataset=rows, **more)
 
 
-def dpo(folder: Path) -> DPOTrainer:
+def dpo(folder: Path, how: str = "full") -> DPOTrainer:
+    """In full it loads the model twice; with LoRA a second adapter holds what is compared with."""
     rows = [{"prompt": row["asked"], "chosen": row["good"], "rejected": row["bad"]} for row in talks()]
-    llama().save_pretrained(folder / "model")  # DPO loads it twice
-    arguments = DPOConfig(**settings(folder), model_init_kwargs={"dtype": "float32"})
-    data = Dataset.from_list(rows)
-    return DPOTrainer(str(folder / "model"), args=arguments, train_dataset=data, processing_class=tokenizer())
+    loading = FOUR_BITS if how == "qlora" else {"dtype": "float32"}
+    arguments = DPOConfig(**settings(folder), model_init_kwargs=loading)
+    more = {"processing_class": tokenizer(), "peft_config": ADAPTERS[how]}
+    return DPOTrainer(saved(folder), args=arguments, train_dataset=Dataset.from_list(rows), **more)
 
 
 def count_calls() -> list[int]:
@@ -96,6 +119,8 @@ def main() -> None:
         "packed": losses(sft(out.parent, packing=True)),
         "assistant": losses(sft(out.parent, assistant_only_loss=True)),
         "dpo": losses(dpo(out.parent)),
+        **{f"sft {how}": losses(sft(out.parent, how)) for how in ("lora", "qlora")},
+        **{f"dpo {how}": losses(dpo(out.parent, how)) for how in ("lora", "qlora")},
     }
     found["rows_by_trl"] = sum(by_trl)
     out.write_text(json.dumps(found))

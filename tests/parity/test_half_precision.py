@@ -65,6 +65,25 @@ def test_gradients_are_those_of_fp32(kind, lora, format, most, monkeypatch):
     assert not any("as stock in its last" in row[2] or "unpacks" in row[2] for row in cputrain.explain(ours).modules)
 
 
+ADDING = {
+    "tokens": peft.TrainableTokensConfig(token_indices=[1, 5, 7]),
+    "tokens beside LoRA": peft.LoraConfig(r=4, target_modules="all-linear", trainable_token_indices=[1, 5]),
+    "Shira": peft.ShiraConfig(target_modules=["q_proj", "up_proj"], init_weights=False),
+}
+
+
+@pytest.mark.parametrize("adapter", ADDING)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])  # Qwen3's head is its embedding
+def test_adapters_that_add_to_a_frozen_weight(kind, adapter):
+    torch.manual_seed(1)
+    ours = peft.get_peft_model(loaded(kind), copy.deepcopy(ADDING[adapter])).train()
+    exact = copy.deepcopy(ours).double()
+    dtypes = {name: p.dtype for name, p in ours.named_parameters()}
+    cputrain.optimize(ours, dtype="fp32")
+    assert worst(gradients(ours), gradients(exact)) < 1e-5
+    assert dtypes == {name: p.dtype for name, p in cputrain.restore(ours).named_parameters()}
+
+
 def test_fp16_whose_gradients_would_vanish():
     """The loss is a mean of so many that fp16 has no numbers for the gradients of a layer's output."""
     for lora in (False, True):

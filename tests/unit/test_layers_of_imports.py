@@ -37,6 +37,7 @@ MAY_IMPORT = {
     "blocks": ["patching"],
     "optimizers": ["native"],
     "explanation": ["blocks"],
+    "estimation": ["hardware", "memory"],
     "api": ["explanation", "memory", "optimizers"],  # "optimize" is the function's name
     "distributed": ["native", "keep_alive", "authentication", "blame", "user_folders"],
     "launch": [

@@ -16,10 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from cputrain.formats.weights import HALF
 from cputrain.log import mention_once
 from cputrain.ops.cross_entropy import Capping, Loss
 from cputrain.ops.token_losses import described_tokens, token_losses
 from cputrain.patching.bind import format_of, is_ours, why_not_bias_size, why_not_tensors
+from cputrain.patching.half_precision import is_frozen_half
 
 _HOME = "trl.trainer.utils"
 _FUNCTION, _CHOICE = "_ChunkedLogProbFunction", "_use_triton"
@@ -48,14 +50,16 @@ class LogProbs:
         outputs: tuple[str, ...] = _FIELDS,
     ) -> tuple[Tensor | None, ...]:
         head, targets = _head_of(weight), targets.clamp(min=0)
-        operands = hidden, weight, bias, targets
-        why = "its head isn't optimised" if head is None else why_not_tensors(hidden, weight, bias)
+        x = hidden.float() if hidden.dtype in HALF else hidden  # what a model in half precision hands on
+        operands = x, weight, bias, targets
+        in_floats = (x, bias) if is_frozen_half(weight) else (x, weight, bias)
+        why = "its head isn't optimised" if head is None else why_not_tensors(*in_floats)
         why = why or why_not_bias_size(bias, len(weight))
         why = why or ("a temperature or a cap of 0" if 0 in (temperature, final_logit_softcapping) else None)
         if head is None or why is not None:
             mention_once(f"TRL computes its log-probabilities itself: {why}")
             options = temperature, chunk_size, final_logit_softcapping, logit_scale, outputs
-            return _stock[_FUNCTION].apply(*operands, *options)
+            return _stock[_FUNCTION].apply(hidden, *operands[1:], *options)
         loss = Loss(_capping(temperature, final_logit_softcapping, logit_scale))
         wanted = [name in outputs for name in _FIELDS]
         if not any(wanted):

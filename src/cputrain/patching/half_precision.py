@@ -24,6 +24,9 @@ PROMOTED = "_cputrain_promoted"
 # … and the dtype of what a model takes and gives.
 LOADED = "_cputrain_loaded_dtype"
 
+# Adapters of peft that multiply by the sum of a frozen weight and what they train.
+_SUMS = ("peft.tuners.trainable_tokens.", "peft.tuners.shira.")
+
 _inside: ContextVar[bool] = ContextVar("cputrain_inside_a_half_precision_model", default=False)
 
 
@@ -66,11 +69,18 @@ def _reads_weights(module: nn.Module) -> bool:
 
 def promote(model: nn.Module, optimizer: Optimizer | None) -> None:
     """Makes fp32 of what is trained, of vectors and buffers, and of an optimizer's state; notes what they were."""
+    in_sums = _in_sums(model)
     for part in model.modules():
         for name, tensor in (*part._parameters.items(), *part._buffers.items()):
-            if tensor is not None and is_half(tensor) and not _stays(part, name, tensor):
+            if tensor is not None and is_half(tensor) and (tensor in in_sums or not _stays(part, name, tensor)):
                 part.__dict__.setdefault(PROMOTED, {})[name] = tensor.dtype
                 _cast(tensor, tensor.dtype, torch.float32, optimizer)
+
+
+def _in_sums(model: nn.Module) -> set[Tensor]:
+    adapters = (part for part in model.modules() if type(part).__module__.startswith(_SUMS))
+    bases = (getattr(adapter, "base_layer", None) for adapter in adapters)
+    return {parameter for base in bases if isinstance(base, nn.Module) for parameter in base.parameters()}
 
 
 def _stays(module: nn.Module, name: str, tensor: Tensor) -> bool:

@@ -197,8 +197,8 @@ class _Noise:
         return (0.5 + torch.rand(count, **options)) * sign
 
 
-# Attributes in which the layers of a stack differ although they compute the same.
-_NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number"}
+# Attributes in which the layers of a stack differ although they compute the same; peft notes each target's name.
+_NUMBERS = {"layer_idx", "layer_id", "layer_index", "layer_number", "target_name"}
 
 
 def signature(module: nn.Module) -> tuple:
@@ -212,6 +212,8 @@ def _sizes(part: nn.Module) -> tuple:
 
 
 def _settings(part: nn.Module) -> tuple:
+    if _is_packed(part):  # its twin is a plain layer, whatever is kept beside the weight
+        return part.out_features, part.in_features
     named = ((name, value) for name, value in part.__dict__.items() if not name.startswith("_"))
     return tuple((name, _comparable(value)) for name, value in named if name not in _NUMBERS)
 
@@ -221,6 +223,8 @@ def _comparable(value: Any) -> Any:
         return type(value), value
     if isinstance(value, (tuple, list)):
         return type(value), tuple(map(_comparable, value))
+    if type(value) is dict:  # what peft notes of each adapter
+        return dict, tuple((key, _comparable(entry)) for key, entry in value.items() if key not in _NUMBERS)
     if isinstance(value, types.MethodType):  # a method on the instance is bound to each layer for itself
         return type(value), value.__func__
     return type(value), id(getattr(value, "_cputrain_original", value))

@@ -87,6 +87,27 @@ def test_the_forward_that_trl_puts_on_a_model(optimized_first, monkeypatch):
     assert rows == [5, 0]
 
 
+@pytest.mark.parametrize("frozen", [True, False])
+def test_a_model_in_half_precision(frozen, monkeypatch):
+    """Its head stays in two bytes if it is frozen, and hidden states come in bf16."""
+    monkeypatch.setattr(kernels.ChunkedLogProbFunction, "apply", lambda *_: pytest.fail("TRL computes it itself"))
+    labels = torch.arange(14).view(2, 7)
+    found = []
+    for dtype in (torch.bfloat16, torch.float64):
+        model = llama().bfloat16().to(dtype)
+        model.lm_head.requires_grad_(not frozen)
+        if dtype is torch.bfloat16:
+            cputrain.optimize(model, dtype="fp32")
+            utils.add_fused_lm_head(model, outputs=("log_probs",))
+            out = model(input_ids=labels + 3, labels=labels, fused_lm_head=True)
+        else:
+            out = model(input_ids=labels + 3, labels=labels)
+        out.loss.backward()
+        found.append([out.loss.detach().double(), *(p.grad.double() for p in model.parameters() if p.grad is not None)])
+    for one, other in zip(*found, strict=True):
+        assert ((one - other).norm() / other.norm()).item() < 1e-2  # of the bf16 between body and head
+
+
 def test_what_ours_does_not_serve_is_trls(caplog):
     x, weight, targets = torch.randn(3, 8), torch.randn(40, 8), torch.tensor([1, 2, 3])
     model = cputrain.optimize(llama(), dtype="fp32")

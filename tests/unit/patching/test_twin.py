@@ -97,3 +97,17 @@ def test_no_twin_outlives_optimize():
     before = sum(isinstance(found, nn.Parameter) for found in gc.get_objects())
     cputrain.optimize(model, dtype="fp32")
     assert sum(isinstance(found, nn.Parameter) for found in gc.get_objects()) == before
+
+
+def test_layers_with_adapters_are_alike():
+    """Else a stack would be asked with all its layers, and the gradients of all their weights."""
+    import peft
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 5}
+    model = hf.LlamaForCausalLM(hf.LlamaConfig(**sizes, num_attention_heads=4))
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.1))
+    stack = adapted.base_model.model.model
+    assert repeated_layers(stack) == set(stack.layers[2:])
+    stack.layers[3].mlp.up_proj.scaling["default"] = 7.0
+    assert repeated_layers(stack) == {stack.layers[4]}
