@@ -52,7 +52,9 @@ MAY_IMPORT = {
     "integrations": ["checkpoints", "distributed", "record", "stop"],
     "compat": ["integrations"],
     "report": ["record"],
-    "cli": ["cluster", "integrations", "report"],
+    "trials": ["integrations"],
+    "plan": ["trials"],
+    "cli": ["cluster", "integrations", "plan", "report"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [

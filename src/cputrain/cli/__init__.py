@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "run": "Run a training script, optimised, as python would.",
     "launch": "Start a script as one process or many, here or elsewhere.",
+    "plan": "Say what a training needs, before it runs.",
     "report": "Show what runs recorded, as a page or a text.",
     "checkpoints": "List a training's checkpoints, and say which are whole.",
     "config": "Answer Accelerate's questions; writes what launch reads.",
