@@ -19,6 +19,7 @@ SUMMARIES = {
     "run": "Run a training script, optimised, as python would.",
     "launch": "Start a script as one process or many, here or elsewhere.",
     "plan": "Say what a training needs, before it runs.",
+    "bench": "This CPU against stock PyTorch, in three minutes.",
     "report": "Show what runs recorded, as a page or a text.",
     "checkpoints": "List a training's checkpoints, and say which are whole.",
     "config": "Answer Accelerate's questions; writes what launch reads.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -125,7 +126,10 @@ def _plan(question: Question, source: _Source, whole: float, limit_source: str) 
         chosen = found.dtype if found else job.dtype
         for name, other in alternatives_of(job, chosen):
             source.say(name)
-            alternatives.append(_recipe(name, other, source.measured(other, 0.0), question, limit))
+            tried = source.measured(other, 0.0)
+            if tried is not None and found is not None:  # what earlier trials left behind is none of its memory
+                tried = dataclasses.replace(tried, base=found.base)
+            alternatives.append(_recipe(name, other, tried, question, limit))
     parts = step = None
     curve: list[nodes.Point] = []
     compared: list[seen.Compared] = []

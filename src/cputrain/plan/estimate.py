@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cputrain.plan.measured import SECONDS, Measured
@@ -73,13 +73,26 @@ class Estimate:
         """The most is at the end of the forward or of the backward, whichever is larger; what came on top of that in
         the trials comes on top of it here."""
         sequences *= self.unevenness
-        beside = [[point["peak"] - self._most(point) for point in row] for row in self.measured.points]
-        layers = self.measured.job.layers
+        layers, most = self.measured.job.layers, self.measured.sequences[1]
         whole = {name: self.measured.at(name, layers, sequences) for name in ("after_forward", "after_backward")}
         whole["trained"] = self.measured.at("trained", layers, sequences)
-        top = _with(self.measured, beside).at("peak", layers, sequences)
-        least = min(min(row) for row in beside)  # noise must not make it less than any trial had
-        return self._most(whole) + max(top, least) + self.base - self.measured.base
+        beside = [[self._beside(point) for point in row] for row in self.measured.points]
+        few, many = (max(column) if layers == 1 else self._deeper(column) for column in zip(*beside, strict=True))
+        growth = max(0.0, (many - few) / (most - self.measured.sequences[0]))
+        wide = self.measured.wide
+        if wide is not None:
+            growth = max(0.0, (self._beside(wide) - beside[-1][1]) / (wide["sequences"] - most))
+        return self._most(whole) + max(0.0, many + growth * (sequences - most)) + self.base
+
+    def _beside(self, point: dict[str, float]) -> float:
+        """What a trial had beyond the most that was handed out at one of the two moments."""
+        return point["peak"] - self._most(point)
+
+    def _deeper(self, column: Sequence[float]) -> float:
+        """The same of all layers; noise must not make it less than any trial had."""
+        found = self.measured
+        each = (column[-1] - column[0]) / max(1, found.layers[-1] - found.layers[0])
+        return max(column[-1] + each * (found.job.layers - found.layers[-1]), min(column))
 
     def _most(self, point: dict[str, float]) -> float:
         kept = 4 * point["trained"] if self.keeps_gradients else 0.0
@@ -98,8 +111,3 @@ class Estimate:
             middle = (low + high) // 2
             low, high = (middle, high) if self.peak(middle) <= _MARGIN * limit else (low, middle)
         return low
-
-
-def _with(measured: Measured, beside: list[list[float]]) -> Measured:
-    points = [[{"peak": value} for value in row] for row in beside]
-    return dataclasses.replace(measured, points=points)

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from cputrain import hardware
-from cputrain.plan.measured import BYTES, SECONDS, Measured
-from cputrain.trials import turns
+from cputrain.plan.measured import BYTES, SECONDS, WIDE, Measured
+from cputrain.trials import memory, turns
 from cputrain.trials.jobs import Job
 from cputrain.trials.turns import Answer, Side
 
@@ -23,6 +23,7 @@ _SHARE = 0.9  # of the memory that is free
 _MOST_ROUNDS, _LEAST_ROUNDS = 7, 3
 # Steps that a depth costs in all: two of each number of sequences for memory, and the rounds.
 _STEPS = 6
+_WIDE, _WIDE_SECONDS, _WIDE_SHARE = 16, 2.0, 0.4  # times the sequences, of one step, of what is free
 Say = Callable[[str], None]
 
 
@@ -138,7 +139,7 @@ class _Trials:
         self._time(rows, layers)
         return Measured(
             self.job, layers, self.sequences, rows, self.base, chosen, self.ranks, threads(self.ranks),
-            **rates, cpu=hardware.this_machine().model.value,
+            **rates, cpu=hardware.this_machine().model.value, wide=self._wide(rows[-1], layers[-1]),
         )  # fmt: skip
 
     def _row(self, ranks: Ranks, layers: int) -> list[dict[str, float]]:
@@ -147,6 +148,8 @@ class _Trials:
         built = ranks.ask("build", job=dataclasses.asdict(self.job), layers=layers, share=_SHARE / self.ranks)
         self.base = built["before"]
         found = [built | ranks.ask("measure", sequences=sequences) for sequences in self.sequences]
+        for point in found:
+            point["peak"] -= self.base
         return [{name: float(point[name]) for name in (*BYTES, *SECONDS)} for point in found]
 
     def _depth(self, one: dict[str, float], two: dict[str, float]) -> int:
@@ -159,10 +162,25 @@ class _Trials:
 
     def _room(self, one: dict[str, float], two: dict[str, float]) -> int:
         """How many layers there is certainly room for: half of what is free."""
-        from cputrain.trials import memory
-
         each = max(two["peak"] - one["peak"], 1.0)
         return max(2, int(0.5 * memory.available() / self.ranks / each))
+
+    def _wide(self, row: list[dict[str, float]], layers: int) -> dict[str, float] | None:
+        """A step with as many sequences as time and memory allow: few sequences tell little about many."""
+        taken, most = sum(row[1][name] for name in SECONDS), self.sequences[1]
+        of_one = max((row[1]["peak"] - row[0]["peak"]) / (most - self.sequences[0]), row[1]["saved"] / most, 1.0)
+        room = _WIDE_SHARE * memory.available() / self.ranks / of_one
+        wide = int(min(_WIDE * most, most * _WIDE_SECONDS / taken, room))
+        if wide < 2 * most:
+            return None
+        try:
+            found = (self.deep if self.job.layers > 1 else self.shallow).ask("measure", sequences=wide)
+        except NoMemoryError:
+            return None
+        found["peak"] -= self.base
+        return {name: float(found[name]) for name in WIDE} | {
+            "trained": row[1]["trained"], "sequences": wide, "layers": layers
+        }  # fmt: skip
 
     def _time(self, rows: list[list[dict[str, float]]], layers: tuple[int, ...]) -> None:
         """Medians of rounds in which all depths take turns, with each number of sequences."""
@@ -170,10 +188,11 @@ class _Trials:
         places = [len(rows) - 1] if is_whole else [0, 1]
         sides = [(self.shallow, self.deep)[place] for place in places]
         a_round = sum(sum(point[name] for name in SECONDS) for place in places for point in rows[place])
-        least = _LEAST_ROUNDS if self.budget else 1
-        rounds = int(min(max(self.budget / max(a_round, 1e-3), least), _MOST_ROUNDS))
+        rounds = int(min(max(self.budget / max(a_round, 1e-3), _LEAST_ROUNDS), _MOST_ROUNDS))
         self.say(f"{_counted(rounds, 'round')} of real steps with {layers[-1]} of {self.job.layers} layers")
         for column, sequences in enumerate(self.sequences):
+            if column == 0 and not self.budget:
+                continue
             answers = list(turns.in_turns(sides, rounds, sequences=sequences))
             for number, place in enumerate(places):
                 for name in SECONDS:

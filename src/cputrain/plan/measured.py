@@ -10,24 +10,29 @@ from cputrain.trials.jobs import Job, from_answer
 
 # Of each point: bytes, and seconds.
 BYTES = ("weights", "parameters", "trained", "saved", "after_forward", "after_backward", "peak")
+WIDE = ("after_forward", "after_backward", "peak")
 SECONDS = ("forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Measured:
-    """`points[i][j]`: of `layers[i]` layers and `sequences[j]` sequences. One rank's, while all ranks worked."""
+    """`points[i][j]`: of `layers[i]` layers and `sequences[j]` sequences. One rank's, while all ranks worked.
+
+    A peak is what it is above `base`: the bytes of a process that has imported what it needs, and has no model.
+    """
 
     job: Job
     layers: tuple[int, ...]
     sequences: tuple[int, int]
     points: list[list[dict[str, float]]]
-    base: float  # bytes of a process that has imported what it needs, and has no model
+    base: float
     dtype: str  # what the job's means on that CPU
     ranks: int
     threads: int
     gflops: float
     copied: float  # bytes a second
     cpu: str
+    wide: dict[str, float] | None = None  # a point with many more sequences: how working memory grows with them
 
     def at(self, name: str, layers: int, sequences: float) -> float:
         first, last = ([point[name] for point in row] for row in (self.points[0], self.points[-1]))

@@ -70,7 +70,7 @@ def _parameters(plan: Plan) -> int:
 def shown(plan: Plan) -> Iterator[RenderableType]:
     job, found = plan.question.job, plan.measured
     recipe = job.recipe if found is None else job.but(dtype=found.dtype).recipe
-    yield f"[bold]{escape(job.name)}[/]: {job.architecture}, {_parameters(plan) / 1e6:,.1f} M parameters"
+    yield f"[bold]{escape(job.name)}[/]: {job.architecture}, {_count(_parameters(plan))} parameters"
     accumulated = f" × {plan.question.accumulation} accumulated" if plan.question.accumulation > 1 else ""
     yield f"{job.sequences} × {job.length} tokens{accumulated}, {recipe}"
     yield from _memory(plan)
@@ -203,6 +203,10 @@ def _columns(*justify: str, names: tuple[str, ...] = ()) -> Table:
         title = names[number] if names else ""
         table.add_column(title, justify="right" if way == "right" else "left")
     return table
+
+
+def _count(number: int) -> str:
+    return f"{number / 1e6:,.1f} M" if number >= 100_000 else f"{number:,}"
 
 
 def size(value: float) -> str:
