@@ -22,7 +22,8 @@ EXAMPLES = """
     cputrain plan bert-base --batch 12 --seq 384
     cputrain plan qwen3-0.6b --lora --nodes 1,2,4,8 --network 10G --price 1.20
     cputrain plan ./my-model --memory 16G --json
-    cputrain plan run_qa.py --model_name_or_path bert-base-uncased --do_train --output_dir out
+    cputrain plan run_qa.py --model_name_or_path bert-base-uncased --do_train \\
+      --output_dir out
     cputrain plan minilm --save-profile server.json
     cputrain plan minilm --profile server.json --batch 32
 """

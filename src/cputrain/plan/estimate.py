@@ -86,7 +86,7 @@ class Estimate:
 
     def _beside(self, point: dict[str, float]) -> float:
         """What a trial had beyond the most that was handed out at one of the two moments."""
-        return point["peak"] - self._most(point)
+        return point["peak"] - max(point["after_forward"], point["after_backward"])
 
     def _deeper(self, column: Sequence[float]) -> float:
         """The same of all layers; noise must not make it less than any trial had."""

@@ -36,7 +36,7 @@ class Result:
 
 
 def compare(names: Sequence[str], dtype: str, budget: float, say: Callable[[str], None]) -> list[Result]:
-    """Within `budget` seconds, as many rounds as there is time for, but three at least."""
+    """Within `budget` seconds, as many rounds as there is time for, three if that takes half as long again."""
     command = ["-m", "cputrain.trials.worker"]
     begun = time.monotonic()
     with (
@@ -65,7 +65,8 @@ def _one(sides: Sequence[Side], name: str, dtype: str, budget: float, say: Calla
     found: list[list[Answer]] = []
     while len(found) < _MOST_ROUNDS:
         passed = time.monotonic() - begun
-        if len(found) >= _LEAST_ROUNDS and passed + sum(answer["seconds"] for answer in found[-1]) > budget:
+        enough = len(found) >= _LEAST_ROUNDS or (found and passed > 1.5 * budget)
+        if enough and passed + sum(answer["seconds"] for answer in found[-1]) > budget:
             break
         say(f"{name}: round {len(found) + 1}")
         order = sides[:: -1 if len(found) % 2 else 1]

@@ -112,6 +112,8 @@ def build(job: Job, layers: int) -> nn.Module:
     fields = job.config if layers == job.layers else with_layers(job.config, layers)
     config = _config(fields)
     config.use_cache = False
+    if config.is_encoder_decoder and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0
     model = getattr(transformers, job.architecture)(config).float().train()
     if job.quantised:
         _quantise(model)
