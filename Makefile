@@ -60,7 +60,12 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.launch.lost_output --times 20
 	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
 	$(BIN)/python -m tests.distributed.restarts --restarts 100
+	$(BIN)/python -m tests.checkpoints.faults --times 1000
+	$(BIN)/python -m tests.checkpoints.kills --times 100
 	$(BIN)/python -m tests.checkpoints.stops --times 30
+	$(BIN)/python -m tests.checkpoints.requeues --times 10 --time-limit
+	PYTHONPATH=tests $(BIN)/python -m tests.checkpoints.lost_pods --times 10
+	$(BIN)/python -m tests.checkpoints.lost_hosts --times 10
 	$(BIN)/python -m tests.distributed.torchs_suite --ranks 2 3 4
 	$(MAKE) wheel-test
 

@@ -212,7 +212,7 @@ inline VecI load_nibbles(const uint8_t* p) {
   const __m128i high = _mm_and_si128(_mm_srli_epi16(bytes, 4), low);
   return (VecI)_mm256_cvtepu8_epi32(_mm_unpacklo_epi8(high, _mm_and_si128(bytes, low)));
 #else
-  VecI v;
+  VecI v{};
   for (int i = 0; i < kWidth; i += 2) v[i] = p[i / 2] >> 4, v[i + 1] = p[i / 2] & 15;
   return v;
 #endif

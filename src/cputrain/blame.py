@@ -1,4 +1,4 @@
-"""What ranks that fail because of another one leave for the agent that started them, which then names that one.
+"""What ranks leave for the agent that started them: which other rank they failed because of, and how far they were.
 
 A survivor of a dead rank fails as well, and often ends before the rank that raised: who ended first doesn't tell.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from cputrain import settings
 # Of an agent of `cputrain launch`, on the rank's own machine; a file for each rank that blames another one.
 FOLDER = settings.BLAME_FOLDER
 _FAILED = "failed"
+# Exit code of a rank that was asked to end, has saved, and ends: what a shell says of one that SIGTERM ended.
+STOPPED = 128 + signal.SIGTERM
 
 
 class Blame(NamedTuple):
@@ -44,6 +47,38 @@ def read(folder: str, rank: int) -> Blame | None:
 def seconds_ago(folder: str, rank: int) -> float:
     """How long this rank has known of the cause; it may take a while to end after that."""
     return time.time() - Path(folder, str(rank)).stat().st_mtime
+
+
+def note_step(step: int) -> None:
+    """How far this rank's training is: a number in a file, which is still there when the rank was killed."""
+    folder, rank = settings.value_of(FOLDER), settings.value_of(settings.RANK)
+    if folder and rank:
+        with contextlib.suppress(OSError):
+            Path(folder, f"step-{rank}").write_text(str(step))
+
+
+def step_of(folder: str, rank: int) -> int | None:
+    """None before the first step."""
+    try:
+        return int(Path(folder, f"step-{rank}").read_text())
+    except (FileNotFoundError, ValueError):
+        return None
+
+
+def note_exception(error: BaseException) -> None:
+    """That this rank's script has raised."""
+    folder, rank = settings.value_of(FOLDER), settings.value_of(settings.RANK)
+    if folder and rank:
+        with contextlib.suppress(OSError):
+            first = str(error).strip().partition("\n")[0]
+            Path(folder, f"exception-{rank}").write_text(f"{type(error).__name__}: {first}".rstrip(": "))
+
+
+def exception_of(folder: str, rank: int) -> str:
+    try:
+        return Path(folder, f"exception-{rank}").read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def note_failure(folder: str) -> None:

@@ -315,6 +315,16 @@ def _memory_limit(tree: Tree) -> Fact[int | None]:
     return Fact(*min(found)) if found else Fact(None, "no cgroup sets a limit")
 
 
+def oom_kills(root: str | Path = "/") -> int:
+    """How many processes of this cgroup the kernel has ended for want of memory; 0 where it doesn't say."""
+    for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
+        for _, text in cgroup_limits(Tree(Path(root)), "memory", name):
+            found = re.search(r"^oom_kill (\d+)$", text, re.MULTILINE)
+            if found:
+                return int(found[1])
+    return 0
+
+
 def _memory_total(tree: Tree) -> Fact[int | None]:
     total = re.search(r"^MemTotal:\s+(\d+) kB", tree.read("/proc/meminfo") or "", re.MULTILINE)
     if total:

@@ -26,6 +26,7 @@ LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
 RESUME, RUN_ID = "CPUTRAIN_RESUME", "CPUTRAIN_RUN_ID"
 SAVE_EVERY, GRACE = "CPUTRAIN_SAVE_EVERY", "CPUTRAIN_GRACE"
+ON_NAN, ON_NANS = "CPUTRAIN_ON_NAN", ("stock", "stop", "skip", "back")
 RECORD, PROGRESS, PROGRESSES = "CPUTRAIN_RECORD", "CPUTRAIN_PROGRESS", ("auto", "live", "lines", "off")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
 TRANSPORT, TRANSPORTS = "CPUTRAIN_CCL_TRANSPORT", ("auto", "shm", "gloo", "mpi", "oneccl")
@@ -40,6 +41,7 @@ HOME, CACHE, CCL_ROOT, MPI_ROOT = "HOME", "XDG_CACHE_HOME", "CCL_ROOT", "I_MPI_R
 # What keeps torch's own products from instructions that the CPU has.
 PRODUCT_LIMITS = ("ATEN_CPU_CAPABILITY", "MKL_ENABLE_INSTRUCTIONS", "ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA")
 PORT = 29500  # torchrun's default, too
+GRACE_SECONDS = 30.0  # torchrun's and Kubernetes' own, too
 
 
 class Variable(NamedTuple):
@@ -64,8 +66,11 @@ OF_THE_USER = {
         "from which checkpoint a training goes on: `auto` (the newest that fits), `never`, or a folder",
         "a restart: the newest of this run",
     ),
-    SAVE_EVERY: Variable("how often a checkpoint is saved, as `10min`", "as the script says; with `auto`: 10min"),
-    GRACE: Variable("seconds from a stop request to the end", "that of the launcher"),
+    SAVE_EVERY: Variable(
+        "how often a checkpoint is saved, as `10min`", "as the script says; with `auto` or restarts: 10min"
+    ),
+    ON_NAN: Variable("what Trainer does about a loss that isn't a number", "stock: it is named", ON_NANS),
+    GRACE: Variable("seconds that ranks have to save and to end, once a launcher was asked to stop", "30"),
     PROGRESS: Variable("one live line, plain lines, or none", "auto: live on a terminal", PROGRESSES),
     ISA: Variable("instruction set of the kernels", "the best that the CPU has", ISAS),
     TRANSPORT: Variable("what carries data between ranks", "auto", TRANSPORTS),
@@ -75,7 +80,7 @@ OF_THE_USER = {
     LIBRARY: Variable("file of the native library", "the one that was installed"),
 }
 OF_CPUTRAIN = {
-    RUN_ID: Variable("name of this run in its checkpoints; the same after a restart"),
+    RUN_ID: Variable("name of this run in its checkpoints, where it may be started anew; the same after a restart"),
     COMMUNICATION_CPUS: Variable("CPUs that are kept free for a rank's communication, as `6,7`"),
     BLAME_FOLDER: Variable("where a rank that fails because of another one names it"),
     "CPUTRAIN_EXPECTED_RANKS": Variable("how many ranks there must be, or the least and the most: `2:4`"),
@@ -173,10 +178,7 @@ def is_set(name: str, environ: Environ | None = None) -> bool:
 
 def one_of(name: str, environ: Environ | None = None) -> str | None:
     """One of the variable's known values; None if it isn't set."""
-    value, known = value_of(name, environ), VARIABLES[name].values
-    if value and value not in known:
-        raise wrong(name, f"one of {', '.join(known)}", value)
-    return value or None
+    return _checked(name, environ) or None
 
 
 def number(name: str, default: int = 0, environ: Environ | None = None) -> int:
@@ -188,11 +190,7 @@ def number(name: str, default: int = 0, environ: Environ | None = None) -> int:
 
 def duration(name: str, environ: Environ | None = None) -> float | None:
     """Seconds of a variable's value; None if it isn't set."""
-    text = value_of(name, environ)
-    found = seconds_of(text)
-    if text and found is None:
-        raise wrong(name, "a time like 30s, 10min or 2h", text)
-    return found
+    return seconds_of(_checked(name, environ))
 
 
 def seconds_of(text: str) -> float | None:
@@ -203,9 +201,32 @@ def seconds_of(text: str) -> float | None:
 
 
 def seconds_between_saves() -> float | None:
-    """None: saved is when the script says."""
-    found = duration(SAVE_EVERY)
-    return 600.0 if found is None and value_of(RESUME) == "auto" else found
+    """None: saved is when the script says. A run that has a name may be started anew."""
+    found, resumed = duration(SAVE_EVERY), value_of(RESUME)
+    may_go_on = resumed == "auto" or (resumed != "never" and value_of(RUN_ID))
+    return 600.0 if found is None and may_go_on else found
+
+
+def grace(levels: int = 0, environ: Environ | None = None) -> float:
+    """Seconds that ranks have to save and to end. Those that wait for them have 5 more, level by level."""
+    return (duration(GRACE, environ) or GRACE_SECONDS) + 5.0 * levels
+
+
+def expected(name: str, value: str) -> str:
+    """What the variable must be, in words, if the value isn't that; else nothing."""
+    known = VARIABLES[name].values
+    if known and value not in known:
+        return f"one of {', '.join(known)}"
+    if name in (SAVE_EVERY, GRACE) and seconds_of(value) is None:
+        return "a time like 30s, 10min or 2h"
+    return ""
+
+
+def _checked(name: str, environ: Environ | None) -> str:
+    value = value_of(name, environ)
+    if value and (asked := expected(name, value)):
+        raise wrong(name, asked, value)
+    return value
 
 
 def wrong(name: str, expected: str, found: str) -> ValueError:

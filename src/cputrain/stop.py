@@ -20,8 +20,6 @@ from cputrain import blame, settings
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-# Of a process that was asked to end, has saved and ends: what a shell says of one that SIGTERM ended.
-CODE = 128 + signal.SIGTERM
 _SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -103,7 +101,7 @@ def agreed(group: dist.ProcessGroup | None = None) -> bool:
 def end() -> NoReturn:
     """Nothing of the script runs after this, unless it catches SystemExit."""
     leave()
-    raise SystemExit(CODE)
+    raise SystemExit(blame.STOPPED)
 
 
 def _note(number: int, frame: FrameType | None) -> None:

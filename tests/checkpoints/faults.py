@@ -11,6 +11,7 @@ import os
 import random
 import resource
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -166,6 +167,15 @@ def disk_full(case: Case) -> None:
     assert not list(case.path.glob(f"_cputrain/{folder.STAGING}/*")), "what couldn't be saved lies there"
 
 
+def small_disk(case: Case) -> None:
+    """A tmpfs of its own, filled up until a save doesn't fit."""
+    if os.path.ismount(case.path):
+        ballast = case.path / "ballast"
+        ballast.write_bytes(bytes(shutil.disk_usage(case.path).free - case.draw.randrange(2 * SIZE)))
+        assert not save(case.output, case.steps + 1)
+        ballast.unlink()
+
+
 def read_only(case: Case) -> None:
     """As root a read-only folder can be written: the calls fail in its place."""
     stock = {name: getattr(os, name) for name in ("mkdir", "rename", "replace")}
@@ -201,13 +211,27 @@ def two_writers(case: Case) -> None:
         raise AssertionError("the older writer went on")
 
 
-FAULTS = (truncated, flipped, missing, clock_set_back, killed, killed_again, disk_full, read_only, two_writers)
+FAULTS = (
+    truncated,
+    flipped,
+    missing,
+    clock_set_back,
+    killed,
+    killed_again,
+    disk_full,
+    small_disk,
+    read_only,
+    two_writers,
+)
 
 
 def inject(seed: int) -> str:
     """One case in a folder of its own; returns the fault's name."""
     fault = FAULTS[seed % len(FAULTS)]
     path = Path(tempfile.mkdtemp(prefix="faults."))
+    mounted = fault is small_disk and os.geteuid() == 0 and shutil.which("mount")
+    if mounted:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=512k", "tmpfs", path], check=True)
     try:
         case = Case(path, seed)
         fault(case)
@@ -215,6 +239,8 @@ def inject(seed: int) -> str:
     except AssertionError as error:
         raise AssertionError(f"{fault.__name__}, seed {seed}: {error}") from error
     finally:
+        if mounted:
+            subprocess.run(["umount", path], check=True)
         shutil.rmtree(path)
     return fault.__name__
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import os
 import re
-import secrets
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from cluster.test_rendered_job_trains import SCRIPT, STEPS
-from hosts import Cluster, needs_hosts
 from safetensors.torch import load_file
 
 from cputrain.cluster import slurm
 from cputrain.cluster.slurm import SlurmJob
+from tests.checkpoints import requeues
+from tests.cluster.slurm_cluster import Slurm, running
+from tests.cluster.test_rendered_job_trains import SCRIPT, STEPS
+from tests.hosts import needs_hosts
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -29,87 +29,10 @@ pytestmark = [
 ]
 
 
-def configuration(folder: Path, cluster: Cluster) -> str:
-    nodes = [f"NodeName={host.name} NodeAddr={host.address} CPUs=1 State=UNKNOWN" for host in cluster.hosts]
-    head = cluster.hosts[0]
-    return "\n".join(
-        [
-            f"ClusterName=test\nSlurmctldHost={head.name}({head.address})\nSlurmUser=root\nAuthType=auth/munge",
-            # A job that is queued again waits until its first credential has expired: else two minutes.
-            "AuthInfo=cred_expire=5",
-            "CredType=cred/munge\nProctrackType=proctrack/linuxproc\nTaskPlugin=task/none\nSwitchType=switch/none",
-            "SelectType=select/cons_tres\nSelectTypeParameters=CR_CPU\nMpiDefault=none\nReturnToService=2",
-            f"StateSaveLocation={folder}/state\nSlurmdSpoolDir={folder}/spool-%n\nSlurmdPidFile={folder}/slurmd-%n.pid",
-            f"SlurmctldPidFile={folder}/slurmctld.pid\nSlurmctldLogFile={folder}/slurmctld.log",
-            f"SlurmdLogFile={folder}/slurmd-%n.log\nSlurmctldTimeout=60\nSlurmdTimeout=60",
-            *nodes,
-            "PartitionName=cpu Nodes=ALL Default=YES MaxTime=INFINITE State=UP",
-            "",
-        ]
-    )
-
-
 @pytest.fixture(scope="module")
-def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Cluster, Path, dict[str, str]]]:
-    folder = tmp_path_factory.mktemp("slurm")
-    (folder / "munge.key").write_bytes(secrets.token_bytes(1024))
-    (folder / "munge.key").chmod(0o400)
-    programs = folder / "programs"
-    programs.mkdir()
-    (programs / "cputrain").write_text(f'#!/bin/sh\nexec {sys.executable} -m cputrain "$@"\n')
-    (programs / "cputrain").chmod(0o755)
-    path = f"{programs}:/usr/local/bin:/usr/bin:/bin:/usr/sbin:/sbin"
-    environ = {"SLURM_CONF": str(folder / "slurm.conf"), "PATH": path}
-    with Cluster(2, folder / "keys", shared=[folder]) as cluster:
-        (folder / "slurm.conf").write_text(configuration(folder, cluster))
-        (folder / "state").mkdir()
-        daemons = []
-        for number, host in enumerate(cluster.hosts):
-            (folder / f"spool-{host.name}").mkdir()
-            munged = ["munged", "--foreground", "--force", f"--key-file={folder}/munge.key"]
-            files = ["--socket=/run/munge/munge.socket.2", "--pid-file=/run/munged.pid", "--seed-file=/run/munge.seed"]
-            host.run("mkdir", "-p", "/run/munge")
-            daemons.append(host.popen(*munged, *files, "--log-file=/run/munged.log", environ=environ))
-            if number == 0:
-                daemons.append(host.popen("slurmctld", "-D", environ=environ))
-            daemons.append(host.popen("slurmd", "-D", "-N", host.name, environ=environ))
-        yield cluster, folder, environ
-        for daemon in daemons:
-            daemon.kill()
-
-
-def until_over(cluster: Cluster, environ: dict[str, str], number: str, seconds: float = 240) -> str:
-    limit = time.monotonic() + seconds
-    while time.monotonic() < limit:
-        said = cluster.hosts[0].run("scontrol", "show", "job", number, environ=environ).stdout
-        state = re.search(r"JobState=(\w+)", said)
-        if state and state[1] not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "REQUEUED"):
-            return state[1]
-        time.sleep(0.5)
-    return said
-
-
-def submitted(cluster: Cluster, folder: Path, environ: dict[str, str], job: SlurmJob) -> str:
-    """The job's number: the rendered script, by `cputrain slurm submit`, once both nodes are there."""
-    (folder / "train.py").write_text(SCRIPT)
-    (folder / "job.sh").write_text(slurm.to_text(job))
-    head = cluster.hosts[0]
-    limit = time.monotonic() + 60
-    while "2idle" not in head.run("sinfo", "--noheader", "--format=%D%t", environ=environ).stdout:
-        assert time.monotonic() < limit, (folder / "slurmctld.log").read_text()[-3000:]
-        time.sleep(0.5)
-    submit = ["-m", "cputrain", "slurm", "submit", str(folder / "job.sh")]
-    answer = head.run(sys.executable, *submit, environ=environ, folder=folder)
-    assert answer.returncode == 0, answer.stderr
-    number = re.search(r"number (\d+)", answer.stdout)
-    assert number
-    return number[1]
-
-
-def job_of(folder: Path, name: str, steps: int, *arguments: str, **more: Any) -> SlurmJob:
-    words = (str(ROOT / "examples" / "demo"), str(steps), str(folder / name), *arguments)
-    variables = (("HF_HOME", "/tmp/hf"),)
-    return SlurmJob(name, str(folder / "train.py"), words, nodes=2, cpus=1, time="10:00", environment=variables, **more)
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with running(tmp_path_factory.mktemp("slurm")) as found:
+        yield found
 
 
 def assert_one_model(log: str) -> list[dict[str, Any]]:
@@ -119,42 +42,31 @@ def assert_one_model(log: str) -> list[dict[str, Any]]:
     return found
 
 
-def test_two_nodes_train_one_model(running: tuple[Cluster, Path, dict[str, str]]) -> None:
-    cluster, folder, environ = running
-    number = submitted(cluster, folder, environ, job_of(folder, "qa", STEPS, "$(id) 'x'"))
-    state = until_over(cluster, environ, number)
-    log = (folder / f"qa-{number}.log").read_text()
+def test_two_nodes_train_one_model(cluster: Slurm) -> None:
+    script, output = cluster.folder / "train.py", cluster.folder / "qa"
+    script.write_text(SCRIPT)
+    words = (str(ROOT / "examples" / "demo"), str(STEPS), str(output), "$(id) 'x'")
+    variables = (("HF_HOME", "/tmp/hf"),)
+    job = SlurmJob("qa", str(script), words, nodes=2, cpus=1, time="10:00", environment=variables)
+    number = cluster.submitted(slurm.to_text(job))
+    state = cluster.until_over(number)
+    log = (cluster.folder / f"qa-{number}.log").read_text()
     assert state == "COMPLETED", log
     found = assert_one_model(log)
     assert all(one["last"] < 0.75 * one["first"] and one["trick"] == "$(id) 'x'" for one in found)
-    assert load_file(folder / "qa" / "model.safetensors")
+    assert load_file(output / "model.safetensors")
 
 
-def test_a_job_that_is_queued_again_goes_on_from_its_checkpoint(running: tuple[Cluster, Path, dict[str, str]]) -> None:
-    """Slurm's signal before time is up, sent at once: the script queues its own job again."""
-    cluster, folder, environ = running
-    number = submitted(cluster, folder, environ, job_of(folder, "again", 120, resume=("--resume it's",)))
-    checkpoint, limit = folder / "again" / "step", time.monotonic() + 120
-    while not checkpoint.exists() or int(checkpoint.read_text() or 0) < 20:
-        assert time.monotonic() < limit, (folder / f"again-{number}.log").read_text()
-        time.sleep(0.1)
-    answer = cluster.hosts[0].run("scancel", "--batch", "--signal=USR1", number, environ=environ)
-    assert answer.returncode == 0, answer.stderr
-    state = until_over(cluster, environ, number)
-    log = (folder / f"again-{number}.log").read_text()
-    assert state == "COMPLETED", log
-    assert log.count("time is up: queued again") == 1
-    found = assert_one_model(log)
-    # The first run has no fourth argument: its results would have failed.
-    assert all(one["trick"] == "--resume it's" and 20 <= one["resumed"] < 120 for one in found)
-    assert checkpoint.read_text() == "120"
+def test_a_job_whose_time_is_up_saves_is_queued_again_and_ends_with_the_same_weights(cluster: Slurm) -> None:
+    _, undisturbed = requeues.result(cluster, "undisturbed", [])
+    began, weights = requeues.result(cluster, "again", [1.0])
+    assert weights == undisturbed
+    assert began[0] == 0 and 0 < began[1] < requeues.STEPS
 
 
-def test_what_slurm_refuses_is_a_sentence(running: tuple[Cluster, Path, dict[str, str]]) -> None:
-    cluster, folder, environ = running
-    (folder / "big.sh").write_text(slurm.to_text(SlurmJob("qa", "a.py", nodes=9, partition="nowhere")))
-    command = [sys.executable, "-m", "cputrain", "slurm", "submit", str(folder / "big.sh")]
-    answer = cluster.hosts[0].run(*command, environ=environ)
+def test_what_slurm_refuses_is_a_sentence(cluster: Slurm) -> None:
+    (cluster.folder / "big.sh").write_text(slurm.to_text(SlurmJob("qa", "a.py", nodes=9, partition="nowhere")))
+    answer = cluster.run(sys.executable, "-m", "cputrain", "slurm", "submit", str(cluster.folder / "big.sh"))
     assert answer.returncode == 2
     assert answer.stderr.startswith("cputrain: Slurm refused the job: ")
     assert answer.stderr.count("\n") == 1

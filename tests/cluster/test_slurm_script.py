@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ STANDINS = {
     "scontrol": 'import sys; print("\\n".join(["node7", "node8"]) if sys.argv[1:3] == ["show", "hostnames"] else "")',
     "srun": (
         "import json, os, sys\n"
-        'keys = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CCL_WORKER_COUNT", "GREETING", "CPUTRAIN_TOKEN")\n'
+        'keys = ("MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS", "CCL_WORKER_COUNT", "GREETING", "CPUTRAIN_TOKEN", '
+        '"CPUTRAIN_RUN_ID", "CPUTRAIN_RESUME", "CPUTRAIN_GRACE")\n'
         'print(json.dumps([sys.argv[1:], {key: os.environ.get(key) for key in keys}]))'
     ),
 }  # fmt: skip
@@ -54,6 +57,9 @@ def test_ranks_get_words_and_variables_as_given(tmp_path: Path) -> None:
         "OMP_NUM_THREADS": "7",
         "CCL_WORKER_COUNT": "1",
         "GREETING": "it's $(id)\n",
+        "CPUTRAIN_RUN_ID": "slurm-123",
+        "CPUTRAIN_RESUME": None,
+        "CPUTRAIN_GRACE": None,
     }
 
 
@@ -64,13 +70,37 @@ def test_every_run_draws_a_token_unless_the_user_has_one(tmp_path: Path) -> None
     assert run(job, tmp_path, CPUTRAIN_TOKEN="the user's")[1]["CPUTRAIN_TOKEN"] == "the user's"
 
 
-@pytest.mark.parametrize(("restarts", "added"), [("0", []), ("2", ["--resume", "it's"])])
-@pytest.mark.parametrize("time", [None, "1:00:00"])
-def test_a_job_that_comes_back_resumes(tmp_path: Path, restarts: str, added: list[str], time: str | None) -> None:
-    words, _ = run(
-        SlurmJob("qa", "a.py", resume=("--resume", "it's"), time=time), tmp_path, SLURM_RESTART_COUNT=restarts
-    )
-    assert words[4:] == ["a.py", *added]
+def test_ranks_get_what_was_asked_for_and_the_run_has_the_jobs_name(tmp_path: Path) -> None:
+    recovery = (("CPUTRAIN_RESUME", "auto"), ("CPUTRAIN_GRACE", "45"))
+    _, variables = run(SlurmJob("qa", "a.py", recovery=recovery), tmp_path)
+    assert {**dict(recovery), "CPUTRAIN_RUN_ID": "slurm-123"}.items() <= variables.items()
+    job = SlurmJob("qa", "a.py", requeue=False)
+    assert run(job, tmp_path)[1]["CPUTRAIN_RUN_ID"] is None and "trap" not in slurm.to_text(job)
+
+
+@pytest.mark.parametrize(("code", "queued_again"), [(143, True), (0, False)])
+def test_before_the_time_is_up_the_ranks_are_told_to_end_and_waited_for(
+    tmp_path: Path, code: int, queued_again: bool
+) -> None:
+    """srun takes its time after scancel's signal; then the job is queued again, unless the training was done."""
+    programs = {
+        "srun": f"trap 'sleep 1; echo saved; exit {code}' TERM\necho $$ >ready; while :; do sleep 0.05; done",
+        "scancel": 'echo "scancel $*"; kill -TERM "$(cat ready)"',
+        "scontrol": '[ "$1" = show ] && echo node7 || echo "scontrol $*"',
+    }
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(slurm.to_text(SlurmJob("qa", "a.py", recovery=(("CPUTRAIN_GRACE", "45"),))))
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": "123"}
+    job = subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env=environ, stdout=subprocess.PIPE, text=True)
+    while not (tmp_path / "ready").exists() or not (tmp_path / "ready").read_text():
+        time.sleep(0.02)
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=30)[0].splitlines()
+    assert said[:2] == ["scancel --signal=TERM 123", "saved"] and job.returncode == code
+    assert said[2:] == (["time is up: queued again", "scontrol requeue 123"] if queued_again else [])
+    assert "#SBATCH --signal=B:USR1@60" in (tmp_path / "job.sh").read_text()
 
 
 def test_no_host_is_an_error_and_never_localhost(tmp_path: Path) -> None:

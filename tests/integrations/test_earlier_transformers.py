@@ -109,7 +109,8 @@ def test_a_part_of_the_parity_suite_passes(release: str) -> None:
     answer = earlier.run(release, *command, CPUTRAIN_TEST_SAMPLE=str(PARITY_SAMPLE), CPUTRAIN_PADDING="")
     assert answer.returncode == 0, answer.stdout[-5000:]
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", answer.stdout)}
-    assert counts["passed"] + counts.get("skipped", 0) == PARITY_SAMPLE
+    # Modules that are skipped whole, for want of a library, aren't of the sample.
+    assert counts["passed"] + counts.get("skipped", 0) >= PARITY_SAMPLE
     assert counts.get("skipped", 0) <= MOST_SKIPS
 
 

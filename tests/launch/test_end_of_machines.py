@@ -136,7 +136,7 @@ def test_a_machine_that_is_killed_ends_the_other(tmp_path: Path) -> None:
     with Machines(tmp_path, "static", "well") as machines:
         time.sleep(1)
         machines.processes[0].kill()
-        assert machines.processes[1].wait(100) == 1
+        assert machines.processes[1].wait(100) == 143  # no failure of its own: an operator may start it anew
         assert f"{socket.gethostname()} lost the machine at 127.0.0.1:" in machines.output()
         assert "Traceback" not in machines.output()
 

@@ -22,11 +22,12 @@ OPTIMIZE = (
     NO_HOME
     + """
 import torch, transformers, cputrain
+from cputrain import measurements
 from cputrain.formats import speed
 config = transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
 cputrain.optimize(transformers.BertModel(config))
 assert speed.ratio("int16") == speed.ratio("int16")
-print(speed._file())
+print(measurements.path('product_speed'))
 """
 )
 

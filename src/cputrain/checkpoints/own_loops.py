@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from cputrain import api, settings, stop
+from cputrain import api, blame, settings, stop
 from cputrain.checkpoints import random_state, resume, skipping, state
 from cputrain.checkpoints.due import Due
 from cputrain.checkpoints.writing import Output, Writing
@@ -142,6 +142,7 @@ class Checkpoints:
     def step(self) -> None:
         """After each step of the optimizer, on all ranks, within `batches`. Ends the process if that was asked for."""
         self.steps += 1
+        blame.note_step(self.steps)
         due = self._due() if self._due is not None else self.steps % self._every == 0
         stops = stop.agreed()
         if due or stops:

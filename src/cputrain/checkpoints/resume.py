@@ -28,6 +28,11 @@ def name_of_run(output: Path) -> str:
     return run if not run or _trainings[key] == 1 else f"{run}#{_trainings[key]}"
 
 
+def has_trainings() -> bool:
+    """Whether a training of this process can be resumed."""
+    return bool(_trainings)
+
+
 def asked() -> str:
     """auto, never, a folder, or nothing."""
     return settings.value_of(settings.RESUME)

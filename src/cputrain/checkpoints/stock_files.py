@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 
 from cputrain.checkpoints.manifest import Bad, Manifest, files_in
@@ -25,6 +26,12 @@ def verify(folder: Path) -> Manifest:
         raise Bad(f"{_STATE} is missing or damaged") from None
     if not any(name.endswith(_WEIGHTS) for name in names):
         raise Bad("it has no weights")
+    verify_files(folder, names)
+    return Manifest(step, "", {})
+
+
+def verify_files(folder: Path, names: Iterable[str]) -> None:
+    """Bad names the first of these files that ends too early."""
     for name in names:
         try:
             whole = _is_whole(folder / name)
@@ -32,7 +39,6 @@ def verify(folder: Path) -> Manifest:
             whole = False
         if not whole:
             raise Bad(f"{name} is damaged")
-    return Manifest(step, "", {})
 
 
 def _is_whole(path: Path) -> bool:

@@ -25,6 +25,8 @@ from cputrain.checkpoints.lock import Lock, Superseded
 from cputrain.checkpoints.manifest import Manifest
 from cputrain.log import logger
 
+# A disk that has no room for so many is nearly full.
+_CHECKPOINTS = 3
 # What torch and safetensors raise where Python raises OSError.
 _WRITERS = ("PytorchStreamWriter failed", "unexpected pos", "I/O error", "basic_ios", "iostream error", "os error")
 
@@ -42,6 +44,7 @@ class Output:
         self.path, self.run, self.keep, self.spared = path, run, keep, spared
         self.lock: Lock | None = None
         self.leads = True
+        self._said_that_little_is_free = False
 
     @classmethod
     def take(
@@ -59,6 +62,19 @@ class Output:
             output._take()
         ranks.of_all(None)  # none looks for checkpoints before all disks are cleared
         return output
+
+    def free_after_saying_if_little(self, room: int) -> int:
+        """Free bytes of the disk. The old checkpoints stay until the new one is there, and logs grow, too."""
+        free = shutil.disk_usage(self.path).free
+        if free < _CHECKPOINTS * room and not self._said_that_little_is_free:
+            self._said_that_little_is_free = True
+            logger.warning(
+                "the disk of %s is nearly full: %.1f GB are free, and a checkpoint takes %.1f GB",
+                self.path,
+                free / 1e9,
+                room / 1e9,
+            )
+        return free
 
     def _take(self) -> None:
         try:
@@ -85,7 +101,7 @@ class Writing:
 
     def _make(self, room: int) -> None:
         output_folder.make(self._output.path)
-        free = shutil.disk_usage(self._output.path).free
+        free = self._output.free_after_saying_if_little(room)
         if free < room:
             raise OSError(errno.ENOSPC, f"it needs {room:,} bytes, the disk has {free:,}")
         self.folder.mkdir(parents=True)

@@ -12,13 +12,14 @@ from uuid import uuid4
 
 from cputrain import authentication, text_files
 from cputrain.cli.app import setting
+from cputrain.cli.recovery_options import RecoveryOptions
 from cputrain.cluster.job import Job, SecretVariable, Toleration, Volume
 from cputrain.launch import config_file
 from cputrain.launch.config import Config
 
 
 @dataclass(frozen=True)
-class JobOptions:
+class JobOptions(RecoveryOptions):
     """Options as they were given. Those that a Job has under the same name are passed on as they are."""
 
     image: str = setting("The image; `cputrain image` makes one. Needed.", "--image", default="")
@@ -108,6 +109,7 @@ class JobOptions:
             "node_selector": assignments(self.node_selector or (), "--node-selector"),
             "tolerations": tuple(map(_toleration, self.toleration or ())),
             "script_text": text_files.read(Path(script)) if self.embed else None,
+            "recovery": tuple(self.variables().items()),
             "rendezvous": uuid4().hex[:8],
             "token": authentication.new_token(),
         }

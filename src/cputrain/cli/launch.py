@@ -13,6 +13,7 @@ import typer
 
 from cputrain import settings
 from cputrain.cli.app import command, new_app, setting, with_fields
+from cputrain.cli.recovery_options import RecoveryOptions
 from cputrain.integrations import notices
 from cputrain.integrations.settings import checked
 from cputrain.launch import config_file, import_path, join, output, plan, ranks
@@ -39,7 +40,7 @@ def _setting(text: str, *names: str, **more: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class Options:
+class Options(RecoveryOptions):
     """Options as they were given; those that a Config has under the same name win over the file's."""
 
     config: Path | None = _setting("A file that `cputrain config` wrote; else the default one.", "--config_file")
@@ -132,6 +133,8 @@ def launch(
     for variable, name in _OF_RANKS:
         value = getattr(options, name)
         added |= {variable: checked(variable, value, f"--{name}")} if value is not None else {}
+    added |= (recovery := options.variables())
+    os.environ.update(recovery)  # how long we wait for the ranks
     if os.isatty(2) and not settings.value_of(settings.PROGRESS):
         added.setdefault(settings.PROGRESS, "live")  # the ranks' own stderr is a pipe of ours
     program = (*(["-m"] if options.module else []), script, *(arguments or []))

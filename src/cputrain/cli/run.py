@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.machinery import BuiltinImporter, SourceFileLoader
 from typing import TYPE_CHECKING, NoReturn
 
+from cputrain import blame
 from cputrain.cli.run_options import Target
 from cputrain.integrations import hook, notices
 from cputrain.launch import import_path, join
@@ -102,6 +103,7 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
             _say_if_nothing_was_optimised()
         raise
     except notices.Refused as error:
+        blame.note_exception(error)
         _note_failure(exchange, 2)
         print(f"cputrain: {error}", file=sys.stderr)
         sys.exit(2)
@@ -110,6 +112,7 @@ def _as_python_would(run: Callable[[], object], exchange: Exchange | None) -> No
         # Ctrl-C reaches all ranks: one shows where it was.
         if is_first_rank() or not isinstance(error, KeyboardInterrupt):
             sys.excepthook(type(error), error, error.__traceback__)
+        blame.note_exception(error)
         _note_failure(exchange, 1)
         if isinstance(error, KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_DFL)

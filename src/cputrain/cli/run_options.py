@@ -13,6 +13,7 @@ SUMMARY = "Run a training script with cputrain active, as python would run it."
 EXAMPLES = """
     cputrain run run_qa.py --model_name_or_path bert-base-uncased --do_train
     cputrain run --dtype fp32 --padding keep run_qa.py --do_train
+    cputrain run --resume auto run_qa.py --do_train --output_dir out
     cputrain run -m my_package.train --epochs 3
 """
 _TEXT = f"""
@@ -29,6 +30,11 @@ OPTIONS = {
     "--balance": settings.BALANCE,
     "--progress": settings.PROGRESS,
     "--record": settings.RECORD,
+    "--resume": settings.RESUME,
+    "--save-every": settings.SAVE_EVERY,
+    "--save_every": settings.SAVE_EVERY,
+    "--on-nan": settings.ON_NAN,
+    "--on_nan": settings.ON_NAN,
 }
 CHOICES = {
     "--dtype": settings.DTYPES,
@@ -37,8 +43,11 @@ CHOICES = {
     "--balance": settings.BALANCES,
     "--progress": settings.PROGRESSES,
     "--record": ("off", "FOLDER"),
+    "--resume": ("auto", "never", "FOLDER"),
+    "--save-every": ("TIME",),
+    "--on-nan": settings.ON_NANS,
 }
-_MEANINGS = {
+MEANINGS = {
     "--dtype": "The number format of matrix products, whatever the script says; without it fp32, or auto if the "
     "script asks for bf16. auto: the fastest on this CPU that is at least as exact as bf16. int16: block-scaled 16-bit "
     "integers, with a tenth of bf16's error.",
@@ -48,6 +57,11 @@ _MEANINGS = {
     "--progress": "live: one line that moves. lines: a plain line from time to time. off: none. auto (default): live "
     "on a terminal.",
     "--record": "off: the run leaves no record. FOLDER: where it goes; without it the script's output folder.",
+    "--resume": "auto: go on from the newest checkpoint that is whole and fits. FOLDER: from that one. never: begin. "
+    "Without it only a restart goes on, from a checkpoint of its own run.",
+    "--save-every": "Save a checkpoint every 30s, 10min or 2h, too; with auto or restarts: 10min.",
+    "--on-nan": "What Trainer does about a loss that isn't a number. stock (default): it is named. stop: the training "
+    "ends. skip: the step is left out. back: on from the last checkpoint, without that step.",
 }
 
 
@@ -99,7 +113,7 @@ def _unknown(name: str) -> str:
 def help_text() -> str:
     from cputrain.cli.terminal import help_page
 
-    options = [(f"{name} {'|'.join(values)}", _MEANINGS[name]) for name, values in CHOICES.items()]
+    options = [(f"{name} {'|'.join(values)}", MEANINGS[name]) for name, values in CHOICES.items()]
     return help_page(
         [
             "cputrain run [OPTIONS] SCRIPT [ARGUMENTS]...",

@@ -11,6 +11,7 @@ import typer
 from cputrain import text_files
 from cputrain.cli.app import command, new_app, option, setting, with_fields
 from cputrain.cli.job_options import assignments, name_of
+from cputrain.cli.recovery_options import RecoveryOptions
 from cputrain.cluster import slurm as cluster
 
 app = new_app(
@@ -27,7 +28,7 @@ RENDER_EXAMPLES = """
 
 
 @dataclass(frozen=True)
-class SlurmOptions:
+class SlurmOptions(RecoveryOptions):
     """Options as they were given, under the names that SlurmJob has for them."""
 
     name: str | None = setting("The job's name; else the script's.", "--name")
@@ -49,9 +50,6 @@ class SlurmOptions:
     requeue: bool = setting(
         "Queue the job again when a node fails or time is up.", "--requeue/--no-requeue", default=True
     )
-    resume: list[str] | None = setting(
-        "A word for the script when the job comes back.", "--resume-argument", metavar="WORD"
-    )
 
 
 @command(app, RENDER_EXAMPLES, allow_interspersed_args=False)
@@ -66,9 +64,10 @@ def render(
     made = {
         "name": name_of(script) if options.name is None else options.name,
         "environment": assignments(options.environment or (), "--env"),
-        "resume": tuple(options.resume or ()),
+        "recovery": tuple(options.variables().items()),
     }
-    job = cluster.SlurmJob(script=script, arguments=tuple(arguments or ()), **{**vars(options), **made})
+    same = {name: value for name, value in vars(options).items() if name in cluster.SlurmJob.__dataclass_fields__}
+    job = cluster.SlurmJob(script=script, arguments=tuple(arguments or ()), **{**same, **made})
     text = cluster.to_text(job)
     if out is None:
         print(text, end="")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import ceil
 from posixpath import basename, join
 
-from cputrain import secrets_in_clear
+from cputrain import secrets_in_clear, settings
 from cputrain.authentication import TOKEN
 from cputrain.cluster import syntax
 
@@ -99,6 +100,7 @@ class Job:
     user: int = 1000
     script_text: str | None = None
     network_policy: bool = False
+    recovery: tuple[tuple[str, str], ...] = ()  # variables of settings.py
     rendezvous: str = field(default="0", compare=False)
     token: str = field(default="", compare=False, repr=False)
 
@@ -123,6 +125,11 @@ class Job:
     def makes_token(self) -> bool:
         """Whether the job brings a Secret: ranks in several pods need one, unless the user has given another."""
         return bool(self.token) and self.most_pods > 1 and all(secret.name != TOKEN for secret in self.secrets)
+
+    @property
+    def grace(self) -> int:
+        """Seconds that a pod has from SIGTERM to SIGKILL: for the ranks to save and end, and for those above them."""
+        return ceil(settings.grace(3, dict(self.recovery)))
 
     @property
     def cpu_count(self) -> int:
@@ -223,6 +230,8 @@ def _check_environment(job: Job) -> None:
         syntax.text(value, f"the variable {name}")
         if value and (secrets_in_clear.is_secret_name(name) or secrets_in_clear.looks_secret(value)):
             raise ValueError(f"the variable {name} holds a secret in clear: give --secret-env {name}=SECRET/KEY.")
+    for _, value in job.recovery:
+        syntax.text(value, "an option")
     if "OMP_NUM_THREADS" in seen:
         raise ValueError("threads per process are set with --threads, not with the variable OMP_NUM_THREADS.")
     for secret in job.secrets:

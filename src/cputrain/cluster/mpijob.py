@@ -34,6 +34,7 @@ _WITHOUT_VALUE = (
 
 
 def documents(job: Job) -> list[dict[str, Any]]:
+    uncounted = "without it 6; preemptions count, too: an MPIJob can't tell them from failures of the training"
     spec = {
         "mpiImplementation": MPI[job.mpi],
         "slotsPerWorker": job.sizing.processes,
@@ -41,7 +42,7 @@ def documents(job: Job) -> list[dict[str, Any]]:
         "launcherCreationPolicy": Noted("WaitForWorkersReady", "mpirun doesn't wait for an sshd that isn't there yet"),
         "runPolicy": {
             "cleanPodPolicy": Noted("Running", "the workers' sshd never ends by itself"),
-            "backoffLimit": Noted(job.backoff_limit, "without it a launcher that fails starts again 6 times"),
+            "backoffLimit": Noted(job.backoff_limit, uncounted),
         },
         "mpiReplicaSpecs": {"Launcher": _launcher(job), "Worker": _worker(job)},
     }

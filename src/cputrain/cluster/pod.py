@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from posixpath import join
 from typing import Any
 
-from cputrain import authentication
+from cputrain import authentication, settings
 from cputrain.cluster.job import HOME, SCRIPTS, Job
 from cputrain.cluster.manifest import Noted
 
@@ -68,6 +68,11 @@ def _our_variables(job: Job) -> Iterator[tuple[str, str, str]]:
     yield "OMP_NUM_THREADS", str(sizing.threads), counted if job.threads is None else asked
     if sizing.communication:
         yield "CCL_WORKER_COUNT", str(sizing.communication), "cores that move gradients while others compute"
+    if job.max_restarts or job.backoff_limit:
+        named = "by which restarted ranks find this run's checkpoints; another render is another run"
+        yield settings.RUN_ID, f"{job.name}-{job.rendezvous}", named
+    for name, value in job.recovery:
+        yield name, value, ""
     if job.volume:
         # HF_HOME holds models, datasets and the token's place; TRANSFORMERS_CACHE is read by nothing any more.
         yield "HF_HOME", join(job.volume.mount, "huggingface"), "downloaded once, onto the volume"
@@ -133,6 +138,7 @@ def template(job: Job, container: Mapping, with_data: bool = True, **more: Any) 
         "seccompProfile": {"type": "RuntimeDefault"},
     }
     note = 'the "restricted" pod security standard; fsGroup makes the volume writable for this user'
+    saved = "seconds from SIGTERM to SIGKILL: the ranks save their state, and end"
     placement = {
         "nodeSelector": dict(job.node_selector),
         "tolerations": [_toleration(item.key, item.value, item.effect) for item in job.tolerations],
@@ -143,6 +149,7 @@ def template(job: Job, container: Mapping, with_data: bool = True, **more: Any) 
     spec = {
         **more,
         "securityContext": Noted(standard, note),
+        "terminationGracePeriodSeconds": Noted(job.grace, saved),
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
         "containers": [container],

@@ -62,7 +62,7 @@ def _worker(job: Job) -> dict[str, Any]:
     }
     return {
         "replicas": job.workers,
-        "restartPolicy": Noted("OnFailure", "here, not in the pod's spec, where the operator overwrites it"),
+        "restartPolicy": Noted("ExitCode", "143, of ranks that were told to end, is started anew; 1 to 127 is final"),
         "template": pod.template(job, container),
     }
 

@@ -7,17 +7,16 @@ import shlex
 import shutil
 import subprocess
 from dataclasses import dataclass
+from math import ceil
 from pathlib import Path
 
-from cputrain import secrets_in_clear
+from cputrain import secrets_in_clear, settings
 from cputrain.cluster import syntax
 from cputrain.cluster.job import Sizing, size_of_cpus
 
 _WORD = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.,:+-]*", re.ASCII)
 _TIME = re.compile(r"(?:\d{1,4}-)?\d{1,3}(?::\d{1,2}){0,2}", re.ASCII)
 _MEMORY = re.compile(r"[1-9]\d{0,12}[KMGT]?", re.ASCII)
-# Before the time is up: enough to end a step and be queued again.
-_NOTICE = 120
 
 
 @dataclass(frozen=True)
@@ -39,7 +38,7 @@ class SlurmJob:
     environment: tuple[tuple[str, str], ...] = ()
     activate: str | None = None
     requeue: bool = True
-    resume: tuple[str, ...] = ()
+    recovery: tuple[tuple[str, str], ...] = ()  # variables of settings.py
 
     def __post_init__(self) -> None:
         for what, word in (("name", self.name), ("partition", self.partition), ("account", self.account)):
@@ -59,6 +58,11 @@ class SlurmJob:
         return size_of_cpus(self.cpus, self.nodes, self.tasks, self.threads, self.communication)
 
     @property
+    def notice(self) -> int:
+        """Seconds before the time is up: for the ranks to save and end, and for the job to be queued again."""
+        return ceil(settings.grace(3, dict(self.recovery)))
+
+    @property
     def cpus_per_task(self) -> int:
         return self.cpus // self.sizing.processes
 
@@ -66,11 +70,13 @@ class SlurmJob:
 def _check_words(job: SlurmJob) -> None:
     if not job.script or job.script.startswith("-"):
         raise ValueError(f"the script must be a path, found {job.script!r}: `-- SCRIPT ARGS…` stands last.")
-    for word in (job.script, *job.arguments, *job.resume, job.activate or ""):
+    for word in (job.script, *job.arguments, job.activate or ""):
         syntax.text(word, "an argument")
         if secrets_in_clear.looks_secret(word):
             raise ValueError("an argument holds a token in clear, for everyone who can read the script: leave it out.")
     seen = set()
+    for _, value in job.recovery:
+        syntax.text(value, "an option")
     for name, value in job.environment:
         syntax.environment(name, "a variable's name")
         syntax.text(value, f"the variable {name}")
@@ -99,7 +105,7 @@ def _directives(job: SlurmJob) -> list[str]:
         "output": "%x-%j.log",
         # Queued again, a job has the same number, and its log goes on.
         "open-mode": "append",
-        "signal": f"B:USR1@{_NOTICE}" if job.requeue and job.time else None,
+        "signal": f"B:USR1@{job.notice}" if job.requeue else None,
     }
     rows = [f"#SBATCH --{name}={value}" for name, value in wanted.items() if value is not None]
     return ["#!/bin/bash", *rows, "#SBATCH --requeue" if job.requeue else "#SBATCH --no-requeue"]
@@ -109,7 +115,7 @@ def _preparation(job: SlurmJob) -> list[str]:
     lines = ["set -euo pipefail"]
     if job.activate:
         lines.append(f"source {shlex.quote(str(Path(job.activate) / 'bin' / 'activate'))}")
-    lines += [f"export {name}={shlex.quote(value)}" for name, value in job.environment]
+    lines += [f"export {name}={shlex.quote(value)}" for name, value in (*job.recovery, *job.environment)]
     lines += [
         f"export OMP_NUM_THREADS={job.sizing.threads}",
         *([f"export CCL_WORKER_COUNT={job.sizing.communication}"] if job.sizing.communication else []),
@@ -121,27 +127,40 @@ def _preparation(job: SlurmJob) -> list[str]:
         "# A port of this job's own: two jobs may share a node.",
         "export MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))",
     ]
-    if job.resume:
-        words = " ".join(map(shlex.quote, job.resume))
+    if job.requeue:
         lines += [
-            "resume=()",
-            "# After a failed node, or when time was up, the job comes back and goes on from its checkpoint.",
-            f"if ((${{SLURM_RESTART_COUNT:-0}} > 0)); then resume=({words}); fi",
+            "# Queued again, the job has the same number, and goes on from its own checkpoints.",
+            'export CPUTRAIN_RUN_ID="${CPUTRAIN_RUN_ID:-slurm-$SLURM_JOB_ID}"',
         ]
-    if job.requeue and job.time:
-        lines.append("""trap 'echo "time is up: queued again"; scontrol requeue "$SLURM_JOB_ID"' USR1""")
     return lines
 
 
 def _step(job: SlurmJob) -> list[str]:
     words = " ".join(map(shlex.quote, (job.script, *job.arguments)))
-    resume = ' "${resume[@]}"' if job.resume else ""
     # srun stopped inheriting the CPUs of a task with Slurm 22.05: without the option each rank gets one.
-    command = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=1 cputrain launch {words}{resume}"
+    command = f"srun --cpus-per-task={job.cpus_per_task} --kill-on-bad-exit=1 cputrain launch {words}"
     note = "# --cpus-per-task again: srun doesn't inherit it. A rank that fails ends the others."
-    if not (job.requeue and job.time):
-        return [note, command]
-    return [note, f"{command} &", "# In the background: bash runs the trap only while it waits.", 'wait "$!"']
+    return [note, *(_until_time_is_up(command) if job.requeue else [command])]
+
+
+def _until_time_is_up(command: str) -> list[str]:
+    return [
+        "# In the background: bash runs a trap only while it waits.",
+        f"{command} &",
+        "step=$!",
+        "time_is_up=",
+        """trap 'time_is_up=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # the ranks save, and end""",
+        "trap : TERM  # of scancel, or a preemption: Slurm tells the ranks itself",
+        "code=0",
+        'while kill -0 "$step" 2>/dev/null; do',
+        '  code=0; wait "$step" || code=$?  # a trap ends it early',
+        "done",
+        'if [ -n "$time_is_up" ] && [ "$code" != 0 ]; then',
+        '  echo "time is up: queued again"',
+        '  scontrol requeue "$SLURM_JOB_ID"',
+        "fi",
+        'exit "$code"',
+    ]
 
 
 def submit(file: Path) -> str:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from cputrain import blame
 from cputrain.cluster import pod, training_runtime
 from cputrain.cluster.check_command import COUNT, counts_by_torchrun
 from cputrain.cluster.containers import Container, Manifest, Pod, Ranks, count, idle, init_containers, named, words
@@ -35,10 +36,20 @@ def documents(job: Job) -> list[dict[str, Any]]:
 def _runtime(job: Job) -> dict[str, Any]:
     container = {**pod.container(job, "node"), "resources": pod.resources(job)}
     labels = Noted({training_runtime.STEP: "trainer"}, "the operator looks for this label and the two names `node`")
-    inner = {"backoffLimit": 0, "template": pod.template(job, container, restartPolicy="Never")}
+    ended = "a pod that is evicted, or whose ranks were told to end (143), is no failure of the training"
+    told = [
+        {"action": "FailJob", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
+        {"action": "FailJob", "onExitCodes": {"operator": "In", "values": [blame.STOPPED]}},
+    ]
+    inner = {
+        "backoffLimit": 0,
+        "podFailurePolicy": Noted({"rules": told}, ended),
+        "template": pod.template(job, container, restartPolicy="Never"),
+    }
     restarts = Noted(job.backoff_limit, "all pods start anew together: ranks can't come back alone")
+    uncounted = {"action": "RestartJobSetAndIgnoreMaxRestarts", "onJobFailureReasons": ["PodFailurePolicy"]}
     spec = {
-        "failurePolicy": {"maxRestarts": restarts},
+        "failurePolicy": {"maxRestarts": restarts, "rules": [{"name": "ended-from-outside", **uncounted}]},
         "replicatedJobs": [{"name": "node", "template": {"metadata": {"labels": labels}, "spec": inner}}],
     }
     return {"mlPolicy": {"numNodes": job.workers, "torch": {}}, "template": {"spec": spec}}

@@ -12,21 +12,16 @@ layer's products take twice as long as in fp32 (on AMD's Zen 4 half as long). Th
 from __future__ import annotations
 
 import itertools
-import json
-import os
 import statistics
-import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from cputrain import __version__, hardware, native, settings, user_folders
+from cputrain import hardware, measurements
 from cputrain.formats import FORMATS, Bf16, Dense, Fp32, Int16
-from cputrain.log import logger
 
 # Each product is 0.15 billion multiplications: 4 ms on a core with AVX2, and as deep and wide as in a real layer.
 _TOKENS, _IN, _OUT = 256, 768, 768
@@ -38,8 +33,7 @@ _SLOWER = 0.95
 # With these, bf16 is known to be fast: a measurement that isn't clear speaks neither for nor against it.
 FAST_BF16 = {"amx_bf16", "bf16"}
 
-# By these, users hold torch's libraries to lower instruction sets: what was measured under them holds only there.
-
+_KIND = "product_speed"
 _found: dict[str, float | None] = {}  # by this process
 
 
@@ -58,14 +52,15 @@ def pays(name: str) -> bool:
 
 def ratio(name: str) -> float | None:
     """Time of fp32 over the time of this format: above 1 if it pays, None if the measurement wasn't clear."""
-    key = _key(name)
+    # "by CPU time": what earlier versions measured by wall time could be off by half, and is not read any more.
+    key = measurements.key("by CPU time", name)
     if key not in _found:
-        _found[key] = _read().get(key)
+        _found[key] = measurements.known(_KIND).get(key)
         if _found[key] is None:
             _found[key] = found = measure(name)
             if found is not None:
                 _found[key] = round(found, 3)
-                _write(_read() | {key: round(found, 3)})
+                measurements.remember(_KIND, key, round(found, 3))
     return _found[key]
 
 
@@ -131,41 +126,3 @@ def _seconds(name: str, x: Tensor, w: Tensor, dy: Tensor) -> tuple[float, ...]:
     gradient.weight(weight, saved)
     times.append(time.thread_time())
     return tuple(after - before for before, after in itertools.pairwise(times))
-
-
-def _key(name: str) -> str:
-    machine = hardware.this_machine()
-    limits = [f"{name}={settings.value_of(name)}" for name in settings.PRODUCT_LIMITS if settings.is_set(name)]
-    # "by CPU time": what earlier versions measured by wall time could be off by half, and is not read any more.
-    return " | ".join(
-        (machine.model.value, native.kernels().isa, f"cputrain {__version__}",
-         f"torch {torch.__version__}", *limits, "by CPU time", name)
-    )  # fmt: skip
-
-
-def _file() -> Path | None:
-    cache = user_folders.cache()
-    return cache / "cputrain" / "product_speed.json" if cache else None
-
-
-def _read() -> dict[str, float]:
-    path = _file()
-    try:
-        known = json.loads(path.read_text()) if path is not None else {}
-    except (OSError, ValueError):
-        return {}
-    return {k: v for k, v in known.items() if isinstance(v, float) and v > 0} if isinstance(known, dict) else {}
-
-
-def _write(known: dict[str, float]) -> None:
-    """In one go, so that two processes at once leave one whole file; without a cache folder it is measured again."""
-    path = _file()
-    if path is None:
-        return
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump(known, file, indent=1)
-        os.replace(file.name, path)
-    except OSError as error:
-        logger.info("the speed of products can't be remembered: %s", error)

@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from cputrain import hardware
-from cputrain.integrations import collectives, data_parallel, hook, settings
+from cputrain.integrations import collectives, data_parallel, hook, memory_need, settings
+from cputrain.integrations.accelerate_checkpoints import CheckpointingAccelerator
 from cputrain.integrations.notices import Refused, say_stock_once
 from cputrain.log import mention_once, say_once, show_where_nobody_logs
 
 _OTHER_ENGINES = (DistributedType.DEEPSPEED, DistributedType.FSDP, DistributedType.MEGATRON_LM)
 
 
-class Accelerator(stock.Accelerator):
+class Accelerator(CheckpointingAccelerator, stock.Accelerator):
     """Stock's, with models and optimizers optimised in place before stock's own `prepare` sees them."""
 
     # Why models are left as they are, or None if they are optimised.
@@ -86,7 +87,7 @@ class Accelerator(stock.Accelerator):
         _optimise(self, objects)
 
     @property
-    def why_stock(self) -> str | None:
+    def why_stock(self) -> str | None:  # type: ignore[override]
         """Why nothing is ours here, or None."""
         return self._why_stock
 
@@ -165,7 +166,10 @@ def _optimise_model(model: nn.Module, optimizer: Optimizer | None, bf16: bool) -
         if optimizer is None:
             api.optimize(model, dtype=dtype, padding=padding)
         else:
+            memory_need.check(model, optimizer)
             api.optimize(model, optimizer, dtype=dtype, padding=padding)
+    except Refused:
+        raise
     except LibraryError as error:  # a broken installation, which the user must hear of
         raise Refused(str(error)) from None
     except ValueError as error:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from cputrain.integrations.notices import Refused
 from cputrain.log import say_once
-from cputrain.settings import BALANCE, DTYPE, GRADIENTS, IPEX, PADDING, PROGRESS, VARIABLES, one_of
+from cputrain.settings import BALANCE, DTYPE, GRADIENTS, IPEX, PADDING, PROGRESS, expected, one_of
 
 if TYPE_CHECKING:
     from cputrain.api import Padding
@@ -23,9 +23,8 @@ def check() -> None:
 
 def checked(name: str, value: str, option: str) -> str:
     """What `option` says about the variable `name`; a misspelt value is refused."""
-    known = VARIABLES[name].values
-    if known and value not in known:
-        raise Refused(f"{option} must be one of {', '.join(known)}, found {value!r}.")
+    if asked := expected(name, value):
+        raise Refused(f"{option} must be {asked}, found {value!r}.")
     return value
 
 

@@ -14,11 +14,12 @@ from cputrain.integrations import hook, liger
 from cputrain.integrations.accelerate import Accelerator
 from cputrain.integrations.label_smoothing import LabelSmoother
 from cputrain.integrations.trainer_checkpoints import CheckpointingTrainer
+from cputrain.integrations.trainer_nan import GuardingTrainer
 from cputrain.integrations.trainer_record import RecordingTrainer
 from cputrain.integrations.trainer_stop import StoppingTrainer
 
 
-class Trainer(RecordingTrainer, CheckpointingTrainer, StoppingTrainer, stock.Trainer):
+class Trainer(RecordingTrainer, GuardingTrainer, CheckpointingTrainer, StoppingTrainer, stock.Trainer):
     """Stock's, optimised."""
 
     @functools.wraps(stock.Trainer.__init__)  # type: ignore[misc]

@@ -13,7 +13,7 @@ import torch
 from transformers import TrainerCallback
 from transformers.trainer_callback import ExportableState, TrainerControl
 
-from cputrain import api, settings
+from cputrain import api, blame, settings
 from cputrain.checkpoints import manifest, random_state, resume, state
 from cputrain.checkpoints.due import Due
 from cputrain.checkpoints.lock import Superseded
@@ -50,6 +50,11 @@ class CheckpointingTrainer:
             self.remove_callback(callback)  # type: ignore[attr-defined]
             self._session = None
             choose.choose_again(None)
+
+    @property
+    def checkpoint_to_go_back_to(self) -> str | None:
+        """The last one that this training has saved, or began with."""
+        return self._session.last if self._session is not None else None
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -120,6 +125,7 @@ class Session:
         self._run = resume.name_of_run(output)
         self._output = Output.take(output, self._run, trainer.args.save_total_limit, self._best)
         self.path = self._chosen(asked)
+        self.last = self.path if isinstance(self.path, str) else None
         self.before = state.read(Path(self.path)) if isinstance(self.path, str) else None
         self.data = _length(trainer.train_dataset)
         state.prepare(self.before)
@@ -165,6 +171,8 @@ class Session:
 
     def begin(self, model: Any, loader: Any) -> None:
         """Everything is there, and stock has loaded its files."""
+        if self._output.leads and self._output.lock is not None:
+            self._output.free_after_saying_if_little(_room(self.trainer))
         generator = getattr(loader, "synchronized_generator", None)
         self._generators = [generator] if generator is not None else []
         if self.before is None:
@@ -224,7 +232,9 @@ class Session:
             self.writing.write(lambda: self._name_best(before, name))
             self.writing.write(lambda: state.write(self.writing.folder, self._now()))  # type: ignore[union-attr]
         written, self.writing, self.by_time = self.writing, None, False
-        if not written.saved:
+        if written.saved:
+            self.last = str(written.target)
+        else:
             trainer.state.best_model_checkpoint = before
         if self.due is not None:
             self.due.saved()
@@ -270,6 +280,7 @@ class _Callback(TrainerCallback):
         self._session.epoch_begins()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        blame.note_step(state.global_step)
         due = self._session.due
         if due is not None and due() and not control.should_save:
             control.should_save = self._session.by_time = True
@@ -312,6 +323,9 @@ def _room(trainer: Any) -> int:
         return 0
     adapters = hasattr(trainer.model, "peft_config")
     tensors = [p for p in trainer.model.parameters() if p.requires_grad or not adapters]
-    if trainer.optimizer is not None and not trainer.args.save_only_model:
-        tensors += [t for found in trainer.optimizer.state.values() for t in found.values() if torch.is_tensor(t)]
-    return sum(tensor.nbytes for tensor in tensors)
+    if trainer.optimizer is None or trainer.args.save_only_model:
+        return sum(tensor.nbytes for tensor in tensors)
+    moments = [t for found in trainer.optimizer.state.values() for t in found.values() if torch.is_tensor(t)]
+    if not moments:  # before the first step: AdamW's
+        moments = 2 * [parameter for parameter in trainer.model.parameters() if parameter.requires_grad]
+    return sum(tensor.nbytes for tensor in [*tensors, *moments])

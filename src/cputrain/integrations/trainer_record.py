@@ -11,6 +11,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from cputrain.integrations import recording
+from cputrain.integrations.slow_ranks import SlowRanks
 
 
 class RecordingTrainer:
@@ -38,14 +39,16 @@ class RecordingTrainer:
 
 @contextmanager
 def _recorded(trainer: Any) -> Iterator[None]:
-    callback = _Callback()
-    trainer.add_callback(callback)
+    callbacks = [_Callback(), SlowRanks()]
+    for callback in callbacks:
+        trainer.add_callback(callback)
     try:
         yield
     finally:
         error = sys.exc_info()[0]
         recording.end("ended" if error is None else f"ended by {error.__name__}")
-        trainer.remove_callback(callback)
+        for callback in callbacks:
+            trainer.remove_callback(callback)
 
 
 class _Callback(TrainerCallback):

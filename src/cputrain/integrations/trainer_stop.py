@@ -10,7 +10,7 @@ import numpy
 import torch
 from transformers import TrainerCallback
 
-from cputrain import settings, stop
+from cputrain import blame, settings, stop
 from cputrain.log import logger
 
 
@@ -31,7 +31,7 @@ class StoppingTrainer:
                 return super().train(*args, **kwargs)  # type: ignore[misc]
         except CutOff:
             callback.save()
-            raise SystemExit(stop.CODE) from None
+            raise SystemExit(blame.STOPPED) from None
         finally:
             self.remove_callback(callback)  # type: ignore[attr-defined]
 
@@ -46,7 +46,7 @@ def _can_save(trainer: Any) -> bool:
     """A script that wants no checkpoints gets none, unless somebody asked for resumption; and what isn't ours stays."""
     arguments = trainer.args
     wants = str(getattr(arguments.save_strategy, "value", arguments.save_strategy)) != "no"
-    asked = settings.value_of(settings.RESUME) not in ("", "never") or settings.value_of(settings.SAVE_EVERY)
+    asked = settings.value_of(settings.RESUME) not in ("", "never") or settings.seconds_between_saves()
     jit = getattr(arguments, "enable_jit_checkpoint", False)
     return trainer.keeps_checkpoints_whole() and bool(wants or asked or jit)
 

@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterable
 from datetime import timedelta
+from math import ceil
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed import TCPStore
@@ -30,11 +31,12 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.registry import get_rendezvous_handler
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 
-from cputrain import blame
+from cputrain import blame, hardware, settings
 from cputrain.keep_alive import LAST_WORDS_SECONDS
 from cputrain.launch import processes, rendezvous
 from cputrain.launch.liveness import Links, Peers, keep_all_alive
 from cputrain.launch.processes import CULPRIT_SECONDS, Failure
+from cputrain.launch.restarts import OUT_OF_MEMORY, Own, Restarts, own_failure
 
 if TYPE_CHECKING:
     from cputrain.launch.node import Order
@@ -63,7 +65,16 @@ class MachineLost(OthersFailed):
 def _lost(machines: list[int]) -> Failure:
     names = ", ".join(map(str, machines))
     words = f"machine {names} (counted from 0) is lost: it, or the network on the way there, doesn't answer any more"
-    return Failure(words, 1)
+    return Failure(words, 1, from_outside=True)
+
+
+def _out_of_memory() -> str:
+    limit = hardware.detect().memory_limit.value
+    most = f" beyond the {limit / 2**30:.1f} GiB that its cgroup allows" if limit else ""
+    return (
+        f"the kernel ended it for want of memory{most}. Smaller batches with more gradient_accumulation_steps, "
+        "gradient_checkpointing or a smaller sequence length need less; or raise the limit"
+    )
 
 
 class Agent(LocalElasticAgent):
@@ -80,9 +91,17 @@ class Agent(LocalElasticAgent):
     _next_look = 0.0
     verdict: Failure | None = None  # which rank of this machine failed first, and how
     _failed_since: float | None = None
+    _own: Own | None = None  # if it was its own fault
+    _remaining_restarts: int  # torch's
+    _oom_kills = 0  # of this cgroup, when the ranks were started
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._restarts = Restarts()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        self._ended = self.verdict = self._failed_since = None
+        self._ended = self.verdict = self._failed_since = self._own = None
+        self._oom_kills = hardware.oom_kills()
         blame.forget_all(os.environ[blame.FOLDER])
         keep_all_alive()
         store, own, size = worker_group.store, worker_group.group_rank or 0, worker_group.group_world_size or 1
@@ -99,6 +118,8 @@ class Agent(LocalElasticAgent):
             result = RunResult(state=WorkerState.HEALTHY)
         else:
             result = self._ended or super()._monitor_workers(worker_group)
+            if result.state == WorkerState.FAILED:
+                self._decide_on_a_restart(worker_group)
         assert self.peers
         if result.state == WorkerState.SUCCEEDED and self._ended is None:
             self._ended = result
@@ -123,11 +144,40 @@ class Agent(LocalElasticAgent):
         waited, lost = time.monotonic() - self._failed_since, self.links and self.links.broken
         if processes.cause_may_show(codes, blames) and waited < CULPRIT_SECONDS and not lost:
             return True
-        self.verdict = self.verdict or processes.first_failure(codes, blames)
+        if self.verdict is None:
+            self.verdict = processes.first_failure(codes, blames)
+            out_of_memory = hardware.oom_kills() > self._oom_kills
+            self._own = own_failure(os.environ[blame.FOLDER], codes, out_of_memory)
+            if self._own and self._own.what == OUT_OF_MEMORY:
+                self.verdict = self.verdict._replace(sentence=f"{self.verdict.sentence}: {_out_of_memory()}")
         if None in codes.values() and waited < _LAST_WORDS_SECONDS:
             return True
+        if self.verdict.code != blame.STOPPED:
+            blame.note_failure(os.environ[blame.FOLDER])
         self._end_stopped()
         return False
+
+    def _decide_on_a_restart(self, worker_group: WorkerGroup) -> None:
+        """torch's loop starts anew as long as restarts remain."""
+        assert self.verdict
+        if self.verdict.code == blame.STOPPED:  # of several machines one may come back, and no start is used up for it
+            self.verdict = Failure(f"the ranks were asked to stop ({self.verdict.sentence})", blame.STOPPED, True)
+            several = (worker_group.group_world_size or 1) > 1 and worker_group.spec.max_restarts
+            self._remaining_restarts = self._remaining_restarts + 1 if several else 0
+        elif self._remaining_restarts and (why := self._restarts.why_not(self._own)):
+            self.verdict = self.verdict._replace(sentence=f"{self.verdict.sentence} {why}")
+            self._remaining_restarts = 0
+
+    def _restart_workers(self, worker_group: WorkerGroup) -> None:
+        if self.verdict is not None:  # else machines come or go
+            steps = [blame.step_of(os.environ[blame.FOLDER], worker.global_rank) for worker in worker_group.workers]
+            self._stop_workers(worker_group)
+            seconds = self._restarts.pause(max(filter(None, steps), default=None))
+            soon = f" in {seconds:.0f} s" if seconds else ""
+            more = f"{self._remaining_restarts} more times at most" if self._remaining_restarts else "for the last time"
+            print(f"cputrain: {self.verdict.sentence}; all ranks start anew{soon}, {more}.", file=sys.stderr)
+            time.sleep(seconds)
+        super()._restart_workers(worker_group)
 
     def _blames(self, ranks: Iterable[int]) -> dict[int, blame.Blame]:
         """What those of these ranks that know of another one's failure have left."""
@@ -150,12 +200,14 @@ class Agent(LocalElasticAgent):
                 handler.proc.terminate()
                 handler.proc.send_signal(signal.SIGCONT)
 
-    def _shutdown(self, *arguments: Any, **named: Any) -> None:
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int | None = None) -> None:
+        """With the user's time, in place of torch's 30 seconds."""
         self._end_stopped()
-        super()._shutdown(*arguments, **named)
+        super()._shutdown(death_sig, ceil(settings.grace()))
 
     def _after_a_look(self, result: RunResult, peers: Peers) -> RunResult:
         if failure := peers.failure():
+            blame.note_failure(os.environ[blame.FOLDER])
             raise OthersFailed(failure)
         unreachable = self._unreachable(peers)
         if self._ended is None:
@@ -182,7 +234,7 @@ class Agent(LocalElasticAgent):
         if machines and not self._remaining_restarts and self._ranks_had_their_say():
             blames = self._blames(self._exit_codes(self._worker_group))
             named = processes.first_failure(dict.fromkeys(blames, 1), blames) if blames else None
-            raise MachineLost(named or _lost(machines))
+            raise MachineLost(named._replace(from_outside=True) if named else _lost(machines))
 
     def _ranks_had_their_say(self) -> bool:
         """Ranks that communicate notice a lost machine nearly as soon as we do, and know more of it."""
@@ -225,14 +277,14 @@ def _run(agent: Agent, order: Order) -> Failure | None:
     except OthersFailed as others:
         if isinstance(others, MachineLost):
             agent.tell_others(others.failure)
-        return Failure(f"{others.failure.sentence}, and with it the ranks of {here}", others.failure.code)
+        return others.failure._replace(sentence=f"{others.failure.sentence}, and with it the ranks of {here}")
     except RendezvousClosedError:
         return Failure(f"the training that met at {order.endpoint} is over, without {here}", 1)
     except (RuntimeError, RendezvousConnectionError) as error:
         if agent.peers is None:  # they never met
             raise
         first = str(error).strip().partition("\n")[0]
-        return Failure(f"{here} lost the machine at {order.endpoint}, where all meet ({first})", 1)
+        return Failure(f"{here} lost the machine at {order.endpoint}, where all meet ({first})", 1, from_outside=True)
     if result is None:
         return Failure(f"the training that met at {order.endpoint} needed no more machines than it had", 1)
     if not result.is_failed():

@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cputrain import text_files
+from cputrain import settings, text_files
 from cputrain.keep_alive import LAST_WORDS_SECONDS, MPIRUN_SSH_INTERVAL
 from cputrain.launch import liveness, output, processes, ssh
 from cputrain.launch.hostfile import Machine
@@ -165,6 +166,7 @@ def _supervised(words: list[str], environ: dict[str, str], sessions: list[Sessio
             with liveness.beating(sessions):
                 return _wait(process, sessions)
         except KeyboardInterrupt as interrupt:
+            _let_save(process)
             return processes.interrupted_code(interrupt)
         finally:
             _end(process)
@@ -194,6 +196,14 @@ def _is_lost(one: Session, code: int) -> bool:
     what = "all machines are ended" if lost else "it is no longer watched"
     print(f"cputrain: {sentence}; {what}.", file=sys.stderr)
     return lost
+
+
+def _let_save(process: subprocess.Popen[bytes]) -> None:
+    """mpirun ends its ranks at once when it is told to end, but hands SIGUSR1 on to them."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGUSR1)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(settings.grace())
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -21,13 +21,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from cputrain import __version__, blame
+from cputrain import __version__, blame, settings
 from cputrain.keep_alive import LAST_WORDS_SECONDS
 from cputrain.launch import import_path, liveness, output, processes, rendezvous, roll_call, ssh
 from cputrain.launch.hostfile import Machine
 from cputrain.launch.ssh import Session
-
-_LAST_SECONDS = 20.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +49,7 @@ class Order:
     max_restarts: int = 0
     log_dir: str | None = None
     bars: bool = False
+    in_pod: bool = False  # of an operator, which reads the exit code
     version: str = __version__
 
     @property
@@ -97,7 +96,9 @@ def run(order: Order) -> int:
     except SignalException as error:
         return 128 + int(error.sigval)
     except (DistError, RendezvousError, TimeoutError) as error:
-        raise ValueError(_no_meeting(order, error)) from None
+        if not order.in_pod:
+            raise ValueError(_no_meeting(order, error)) from None
+        failure = processes.Failure(_no_meeting(order, error), 2, from_outside=True)
     finally:
         processes.end_descendants()
         printed.close()
@@ -105,8 +106,8 @@ def run(order: Order) -> int:
     if failure is None:
         return output.exit_code(0)
     where = f"; its output is in {order.log_dir}" if order.log_dir else ""
-    print(f"cputrain: {failure.sentence}{where}.", file=sys.stderr)
-    return failure.code
+    print(f"cputrain: {failure.sentence.rstrip('.')}{where}.", file=sys.stderr)
+    return failure.code_of_pod if order.in_pod else failure.code
 
 
 def rank_arguments(program: tuple[str, ...]) -> list[str]:
@@ -222,7 +223,7 @@ def _obey(told: dict[str, Any]) -> int:
 def _end() -> None:
     """Properly, unless that takes too long: the reader of what is still to be said may be gone."""
     os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(_LAST_SECONDS)
+    time.sleep(settings.grace(1))
     processes.end_descendants()
     os._exit(128 + signal.SIGTERM)
 

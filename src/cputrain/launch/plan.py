@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from cputrain import __version__, authentication, hardware, secrets_in_clear
+from cputrain import __version__, authentication, hardware, secrets_in_clear, settings
 from cputrain.launch import cores, hostfile, join, mpi, node, processes, ranks, ssh
 from cputrain.launch.config import PORT, Config
 from cputrain.launch.hostfile import Machine
@@ -90,12 +90,14 @@ def _by_agent(
     fields = {"processes": here.processes, **(fixed if config.main_process_port else {}), **(differing or {})}
     order = _order(config, task, variables, fields)
     commands = ((here.name, [sys.executable, *node.rank_arguments(task.program)]),)
-    return Plan(engine, reason, (here,), commands, variables, False, order.meeting_words, lambda: node.run(order))
+    start = partial(node.run, order)
+    return Plan(engine, reason, (here,), commands, order.environment, False, order.meeting_words, start)
 
 
 def _order(config: Config, task: Task, variables: Mapping[str, str], fields: Mapping[str, Any]) -> node.Order:
     told = {"max_restarts": config.max_restarts, "log_dir": config.log_dir, "bars": task.bars, **fields}
-    return node.Order(task.program, task.folder, variables, **told)
+    named = run_variable({**task.inherited, **variables}) if told["max_restarts"] else {}
+    return node.Order(task.program, task.folder, {**variables, **named}, **told)
 
 
 def _one_of_several(config: Config, task: Task) -> Plan:
@@ -120,7 +122,7 @@ def _as_node(config: Config, size: int | None, task: Task, place: Node) -> Plan:
     here = ranks.processes_here(place, config.ppn, size)
     machine = Machine("this machine", here, (place.rank or 0) * here)
     sizes = (here * place.machines, here * place.most)
-    differing = ranks.order_fields(place, task.inherited, config)
+    differing = {**ranks.order_fields(place, task.inherited, config), "in_pod": True}
     return _by_agent(config, task, machine, place.reason, "torchrun", sizes, differing)
 
 
@@ -185,7 +187,8 @@ def _by_ssh(config: Config, machines: list[Machine], task: Task, reason: str) ->
     order = _order(config, task, variables, {"processes": 0, "backend": "static", "endpoint": endpoint})
     commands = tuple((machine.name, ssh.command(machine.name)) for machine in machines)
     why, told = f"{reason}: by ssh", replace(order, machines=len(machines)).meeting_words
-    return Plan("torchrun", why, tuple(machines), commands, variables, True, told, lambda: node.run_on(machines, order))
+    start = partial(node.run_on, machines, order)
+    return Plan("torchrun", why, tuple(machines), commands, order.environment, True, told, start)
 
 
 def _some_port() -> int:
@@ -218,6 +221,11 @@ def token_variable(inherited: Mapping[str, str], added: Mapping[str, str]) -> di
     """
     token = added.get(authentication.TOKEN) or inherited.get(authentication.TOKEN) or authentication.new_token()
     return {authentication.TOKEN: token}
+
+
+def run_variable(environ: Mapping[str, str]) -> dict[str, str]:
+    """The run's name in its checkpoints, by which a restart finds them: its job's, or one made for this launch."""
+    return {settings.RUN_ID: environ.get(settings.RUN_ID) or f"launch-{secrets.token_hex(4)}"}
 
 
 def forwarded(inherited: Mapping[str, str], added: Mapping[str, str]) -> dict[str, str]:

@@ -191,10 +191,19 @@ def exit_code(code: int) -> int:
 
 
 class Failure(NamedTuple):
-    """Why the training is over on all ranks, in words, and with which exit code."""
+    """Why the training is over on all ranks, in words, and with which exit code.
+
+    `from_outside`: no rank of this machine was the cause.
+    """
 
     sentence: str
     code: int
+    from_outside: bool = False
+
+    @property
+    def code_of_pod(self) -> int:
+        """An operator starts a pod anew that ends with 128 and more, and gives up with 1 to 127."""
+        return blame.STOPPED if self.from_outside else 1 if self.code > 127 else self.code
 
 
 def cause_may_show(codes: Mapping[int, int | None], blames: Mapping[int, Blame]) -> bool:
@@ -219,7 +228,7 @@ def first_failure(codes: Mapping[int, int | None], blames: Mapping[int, Blame]) 
     words = blames[witness].sentence.rstrip(".")
     if words.startswith("CollectivesDiffer"):  # each blames the other: the sentence says what both called
         return Failure(f"rank {witness} on {host} failed: {words}", 1)
-    return Failure(f"rank {culprit} is the cause, as rank {witness} on {host} found: {words}", 1)
+    return Failure(f"rank {culprit} is the cause, as rank {witness} on {host} found: {words}", 1, culprit not in codes)
 
 
 def _ending(code: int) -> str:

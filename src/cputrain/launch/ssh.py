@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable
 from typing import BinaryIO
 
+from cputrain import settings
 from cputrain.keep_alive import SSH_INTERVAL, SSH_QUESTIONS
 from cputrain.launch import import_path, output, processes
 from cputrain.launch.hostfile import Machine, check_name
@@ -150,12 +151,12 @@ class Session:
         return any(word in text for text in self._said[-3:] for word in _LOST)
 
 
-def end(sessions: Iterable[Session], seconds: float = 15.0) -> None:
+def end(sessions: Iterable[Session]) -> None:
     """Closing its input is what ends a machine's ranks; ssh itself is killed only if that doesn't help."""
     started = [session for session in sessions if session.started]
     for session in started:
         session.close()
-    limit = time.monotonic() + seconds
+    limit = time.monotonic() + settings.grace(2)
     for session in started:
         try:
             session.process.wait(max(0.1, limit - time.monotonic()))

@@ -36,6 +36,10 @@ class Steps:
         self.losses = self.real = self.padded = 0
         self.phases = dict.fromkeys(PHASES, 0.0)
 
+    def measured(self) -> float:
+        """Seconds in phases that are parts of a step."""
+        return sum(seconds for name, seconds in self.phases.items() if name != BESIDE)
+
     def entry(self, step: int, moment: float, rate: float | None) -> dict[str, Any]:
         phases = {name: round(seconds, 5) for name, seconds in self.phases.items() if seconds}
         found = {"kind": "steps", "t": round(moment, 3), "step": step, "n": self.number, "s": round(self.seconds, 5)}
@@ -105,6 +109,7 @@ class Recorder:
         logger.removeHandler(self._handler)
         moment = time.perf_counter()
         if self._now.number:
+            self._now.seconds = max(self._now.seconds, self._now.measured())  # a checkpoint after the last step
             self._write_steps(moment, None)
         if self._lines is not None:
             end = {"t": round(moment - self._began, 3), "step": self.step_number, "how": how, "peak": peak_resident()}

@@ -13,7 +13,7 @@ import torch
 import torch.multiprocessing
 
 import cputrain
-from cputrain import hardware, log
+from cputrain import hardware, log, user_folders
 from cputrain.formats import choose, speed
 from cputrain.hardware import Fact
 
@@ -262,7 +262,7 @@ def test_two_kinds_are_remembered_side_by_side(own_cache, monkeypatch):
 
 
 def test_without_a_folder_for_it_the_speed_is_measured(monkeypatch):
-    monkeypatch.setattr(speed.user_folders, "cache", lambda *_: None)
+    monkeypatch.setattr(user_folders, "cache", lambda *_: None)
     monkeypatch.setattr(speed, "measure", lambda kind: 2.0)
     assert speed.ratio("int16") == 2.0
 
