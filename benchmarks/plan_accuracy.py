@@ -205,6 +205,12 @@ def main() -> None:
         train(json.loads(arguments.train), arguments.sequences)
         return
     if arguments.cgroup:
+        try:
+            with control_group(arguments.limit):
+                pass
+        except OSError as error:
+            print(f"skipped: no control group can be made here ({error})")
+            return
         rows = [largest("minilm", 128, arguments.limit)]
     else:
         rows = [accuracy(name, arguments.repeat) for name in arguments.job]

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
 
-from cputrain.trials import models
+from cputrain.kernel_files import Tree
+from cputrain.trials import memory, models
 from cputrain.trials.jobs import KNOWN, Job, depth, with_layers
 from cputrain.trials.worker import Training, Worker, _answering
 
@@ -141,3 +144,47 @@ def test_memory_that_runs_out_is_an_answer() -> None:
     with pytest.raises(RuntimeError, match="a bug"):
         fail(RuntimeError("a bug"))()
     assert Worker().drop() == {}
+
+
+def tree_of(root: Path, files: dict[str, str]) -> Tree:
+    for name, content in files.items():
+        path = root / name.lstrip("/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(content)
+    return Tree(root)
+
+
+MEMINFO = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
+
+
+def test_what_a_trial_may_take_is_what_the_machine_has_left(tmp_path: Path) -> None:
+    assert memory.available(tree_of(tmp_path, MEMINFO)) == memory.free(Tree(tmp_path)) == 8000 * 1024
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit", "used", "cache"),
+    [
+        ("/sys/fs/cgroup", "memory.max", "memory.current", "inactive_file"),
+        ("/sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    ],
+)
+def test_or_what_its_control_group_has_left(tmp_path: Path, folder: str, limit: str, used: str, cache: str) -> None:
+    files = {
+        f"{folder}/{limit}": "5000000",
+        f"{folder}/{used}": "2000000",
+        f"{folder}/memory.stat": f"x 1\n{cache} 500",
+    }
+    tree = tree_of(tmp_path, MEMINFO | files)
+    assert memory.available(tree) == 3_000_500 and memory.free(tree) == 8000 * 1024
+    tree_of(tmp_path, {f"{folder}/{used}": "9000000"})
+    assert memory.available(tree) == 0
+
+
+def test_an_allocation_beyond_what_is_allowed_fails_by_itself() -> None:
+    """In a process of its own: the limit stays."""
+    code = (
+        "import torch\nfrom cputrain.trials import memory\nmemory.allow(50 << 20)\n"
+        "torch.empty(5 << 20)\ntorch.empty(50 << 20)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "can't allocate memory" in done.stderr

@@ -110,7 +110,7 @@ def _limit(question: Question, known: Profile | None) -> tuple[float, str]:
         return question.memory, "--memory"
     if known is not None:
         return float(known.machine.get("memory") or 0), "the profile's machine"
-    allowed, free = hardware.this_machine().usable_memory, memory.available()
+    allowed, free = hardware.this_machine().usable_memory, memory.free()
     if allowed.value is not None and allowed.value <= free:
         return allowed.value, allowed.source
     return free, "free now"

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import posixpath
+import re
 from pathlib import Path
 
+from cputrain.kernel_files import Tree, cgroup_limits
 from cputrain.memory import why_not
 
+_REAL = Tree(Path("/"))
+_UNKNOWN = 1 << 62
+# A control group's limit, what it uses, and what of that are caches that the kernel would give back: version 2 and 1.
+_FILES = (
+    ("memory.max", "memory.current", "inactive_file"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+)
 _FIELDS = ["arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks", "fordblks", "keepcost"]
 
 
@@ -57,19 +67,20 @@ def allow(more: int) -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (_status("VmData") + more, resource.RLIM_INFINITY))
 
 
-def available() -> int:
-    """What a process may still take: of the machine's memory, and of its control groups' limit."""
-    from cputrain import hardware
-
-    limit = hardware.this_machine().usable_memory.value
-    free = next(
-        (int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemAvailable:")), None
-    )
-    return min(filter(None, (limit, free)), default=1 << 62)
+def free(tree: Tree = _REAL) -> int:
+    """What the machine has left, caches included."""
+    found = re.search(r"^MemAvailable:\s+(\d+) kB", tree.read("/proc/meminfo") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else _UNKNOWN
 
 
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
+def available(tree: Tree = _REAL) -> int:
+    """What this process may still take: of the machine's memory, and of what each control group around it has left."""
+    left = [free(tree)]
+    for limit, used, cache in _FILES:
+        for path, text in cgroup_limits(tree, "memory", limit):
+            folder = posixpath.dirname(path)
+            taken = tree.read(f"{folder}/{used}") or ""
+            if text.isdigit() and taken.isdigit():
+                given_back = re.search(rf"^{cache} (\d+)", tree.read(f"{folder}/memory.stat") or "", re.MULTILINE)
+                left.append(int(text) - int(taken) + (int(given_back[1]) if given_back else 0))
+    return max(0, min(left))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -59,7 +60,12 @@ class Side:
         return self.receive()
 
     def fail(self) -> None:
-        raise RuntimeError(f"the {self.name} side ended with code {self.process.wait()}; its own message is above")
+        code = self.process.wait()
+        if code == -signal.SIGKILL:
+            raise ValueError(
+                "the kernel killed a trial's process: too little memory is free; end other programs first."
+            )
+        raise RuntimeError(f"the {self.name} side ended with code {code}; its own message is above")
 
     def close(self) -> None:
         """Closing its input ends the child; one that does not end is killed."""

@@ -9,6 +9,7 @@ import gc
 import json
 import logging
 import os
+import signal
 import sys
 import time
 import warnings
@@ -165,6 +166,7 @@ def _be_quiet() -> None:
 def main(settings: Answer) -> None:
     if settings.get("cpus"):
         os.sched_setaffinity(0, settings["cpus"])
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a word: the parent has one
     _be_quiet()
     worker = Worker()
     handlers: dict[str, Callable[..., Answer]] = {
