@@ -115,10 +115,11 @@ def job_of(model: str, lora: int | None, sequences: int, length: int) -> tuple[J
 
 
 def planned(job: Job, parameters: int, ranks: int, limit: float | None = None) -> Plan:
-    from cputrain.plan import answer
+    from cputrain.plan import answer, measure
 
     question = answer.Question(job, parameters, ranks=ranks, memory=limit, alternatives=False)
-    return answer.make(question, lambda line: print(f"  {line}", file=sys.stderr))
+    with measure.workers(ranks) as pair:
+        return answer.make(question, pair, lambda line: print(f"  {line}", file=sys.stderr))
 
 
 def accuracy(name: str, repeat: int) -> dict[str, str]:

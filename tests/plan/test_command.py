@@ -143,15 +143,7 @@ def test_an_unknown_model_gets_a_sentence() -> None:
 # --- A whole plan, with measurements that are made up ------------------------------------------------------------
 
 
-class Workers:
-    """Stands where processes would be started."""
-
-    def __init__(self, *_: object) -> None: ...
-
-    def __enter__(self) -> list:
-        return [None, None]
-
-    def __exit__(self, *_: object) -> None: ...
+NOBODY: list = []  # stands where processes would be started
 
 
 def made(monkeypatch: pytest.MonkeyPatch, no_room: tuple[str, ...] = (), **changes: object) -> answer.Plan:
@@ -160,11 +152,10 @@ def made(monkeypatch: pytest.MonkeyPatch, no_room: tuple[str, ...] = (), **chang
             raise NoMemoryError
         return measured(job=asked)
 
-    monkeypatch.setattr(measure, "workers", Workers)
     monkeypatch.setattr(measure, "measure", found)
     fields = {"memory": 4e9, "nodes": [1, 2, 1024], "price": 1.5, "samples": 88_524}
     question = Question(job(), 15_000_000, **{**fields, **changes})
-    return answer.make(question, lambda line: None)
+    return answer.make(question, NOBODY, lambda line: None)
 
 
 def page(plan: answer.Plan, width: int = 80) -> str:
@@ -206,9 +197,8 @@ def test_ranks_share_memory_and_copy_their_gradients(monkeypatch: pytest.MonkeyP
 
 
 def test_names_from_others_are_no_markup(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measure, "workers", Workers)
     monkeypatch.setattr(measure, "measure", lambda _, asked, *__: measured(job=asked))
-    plan = answer.make(Question(job(name="[red]x[/red]"), 1, memory=4e9, alternatives=False), lambda line: None)
+    plan = answer.make(Question(job(name="[red]x[/red]"), 1, memory=4e9, alternatives=False), NOBODY, lambda line: None)
     assert "[red]x[/red]" in page(plan)
 
 
@@ -216,9 +206,8 @@ def test_a_profile_answers_without_trials(monkeypatch: pytest.MonkeyPatch, tmp_p
     path = tmp_path / "server.json"
     first = made(monkeypatch, save_profile=path)
     monkeypatch.setattr(measure, "measure", lambda *_: pytest.fail("measured again"))
-    monkeypatch.setattr(measure, "workers", Workers)
     question = Question(job(sequences=8), 15_000_000, profile=path, memory=4e9)
-    plan = answer.make(question, lambda line: None)
+    plan = answer.make(question, NOBODY, lambda line: None)
     assert plan.notes == [] and plan.step is not None and first.step is not None
     assert plan.step.seconds == pytest.approx(2 * first.step.seconds - first.step.optimizer)
     assert [one.name for one in plan.alternatives] == [one.name for one in first.alternatives]

@@ -15,7 +15,10 @@ import typer
 from cputrain.cli.app import Command, command, new_app, setting, with_fields
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from cputrain.plan.answer import Question
+    from cputrain.plan.measure import Ranks
 
 app = new_app()
 EXAMPLES = """
@@ -87,10 +90,14 @@ def plan(
     """
     _check(options)
     sizes = bytes_of(options.memory, "--memory") if options.memory else None
-    with tempfile.TemporaryDirectory(prefix="cputrain-plan-") as folder:
+    from cputrain.plan import measure
+
+    with tempfile.TemporaryDirectory(prefix="cputrain-plan-") as folder, measure.workers(options.ranks) as pair:
         is_script = what[0].endswith(".py") or Path(what[0]).is_file()
-        question = (_of_script if is_script else _of_model)(what, options, Path(folder), sizes)
-        _answer(question, options.as_json)
+        question = (
+            _of_script(what, options, Path(folder), sizes) if is_script else _of_model(what, options, pair, sizes)
+        )
+        _answer(question, pair, options.as_json)
 
 
 def _check(options: Options) -> None:
@@ -127,18 +134,13 @@ def bytes_of(text: str, flag: str) -> float:
     return float(found[1]) * (1024 if found[3] else 1000) ** " kMGT".index(found[2] or " ")
 
 
-def _of_model(what: list[str], options: Options, _: Path, memory: float | None) -> Question:
+def _of_model(what: list[str], options: Options, pair: Sequence[Ranks], memory: float | None) -> Question:
     from cputrain.plan.answer import Question
-    from cputrain.plan.measure import Ranks
     from cputrain.trials.jobs import Job
 
     if len(what) > 1:
         raise ValueError(f"plan takes one model, found {' '.join(what)}; arguments follow a script only.")
-    ranks = Ranks("names", 1)
-    try:
-        found = ranks.ask("resolve", model=what[0], task=options.task)
-    finally:
-        ranks.close()
+    found = pair[0].ask("resolve", model=what[0], task=options.task)
     sequences, length = found["usual"]
     length = options.seq or length
     if found["longest"] and length > found["longest"]:
@@ -201,13 +203,13 @@ def _common(options: Options, memory: float | None) -> dict[str, Any]:
     }
 
 
-def _answer(question: Question, as_json: bool) -> None:
+def _answer(question: Question, pair: Sequence[Ranks], as_json: bool) -> None:
     from rich.console import Console
 
     from cputrain.plan import answer, text
 
     with Console(stderr=True).status("real steps with random weights …") as status:
-        plan = answer.make(question, lambda line: status.update(f"trial: {line}"))
+        plan = answer.make(question, pair, lambda line: status.update(f"trial: {line}"))
     if as_json:
         print(json.dumps(text.to_json(plan), indent=1))
         return

@@ -69,12 +69,10 @@ class Plan:
     notes: list[str] = field(default_factory=list)
 
 
-def make(question: Question, say: Say) -> Plan:
+def make(question: Question, pair: Sequence[Ranks], say: Say) -> Plan:
     known = profile.load(question.profile) if question.profile else None
     kept = known or Profile.of_this_machine()
-    limit = _limit(question, known)
-    with measure.workers(question.ranks) as pair:
-        plan = _plan(question, _Source(pair, question, known, kept, say), *limit)
+    plan = _plan(question, _Source(pair, question, known, kept, say), *_limit(question, known))
     if question.save_profile:
         profile.save(question.save_profile, kept)
     return plan

@@ -32,18 +32,25 @@ class NoMemoryError(Exception):
 
 
 class Ranks:
-    """Processes that do the same at the same time, each on cores of its own, as the ranks of one machine do."""
+    """Processes that do the same at the same time, each on cores of its own, as the ranks of one machine do.
+
+    They start when they are first asked, or before, so that imports take place meanwhile.
+    """
 
     def __init__(self, name: str, ranks: int) -> None:
+        self.name, self.cores = name, _cores(ranks)
         self.sides: list[Side] = []
         self.rates: dict[str, Answer] = {}
-        for cpus in _cores(ranks):
+
+    def start(self) -> None:
+        for cpus in self.cores[len(self.sides) :]:
             environment = {"OMP_NUM_THREADS": str(len(cpus)), "TOKENIZERS_PARALLELISM": "false"}
             command = ["-m", "cputrain.trials.worker", f'{{"cpus": {list(cpus)}}}']
-            self.sides.append(Side(name, command, environment))
+            self.sides.append(Side(self.name, command, environment))
 
     def ask(self, request: str, **arguments: Any) -> Answer:
         """The slowest rank's times, and the most memory."""
+        self.start()
         for side in self.sides:
             side.send(request, **arguments)
         answers = [side.receive() for side in self.sides]
@@ -87,11 +94,9 @@ def _cores(ranks: int) -> list[tuple[int, ...]]:
 @contextmanager
 def workers(ranks: int) -> Iterator[tuple[Ranks, Ranks]]:
     """For few layers, and for more."""
-    both: list[Ranks] = []
+    both = Ranks("shallow", ranks), Ranks("deep", ranks)
     try:
-        for name in ("shallow", "deep"):
-            both.append(Ranks(name, ranks))
-        yield both[0], both[1]
+        yield both
     finally:
         for one in both:
             one.close()
@@ -102,6 +107,8 @@ def measure(pair: Sequence[Ranks], job: Job, budget: float, say: Say) -> Measure
 
     `budget`: seconds of steps; without any, a quarter of the layers takes as few steps as there can be.
     """
+    for one in pair:
+        one.start()
     sequences = job.sequences
     while True:
         try:
@@ -119,7 +126,7 @@ class _Trials:
     def __init__(self, pair: Sequence[Ranks], job: Job, sequences: int, budget: float, say: Say) -> None:
         self.shallow, self.deep = pair
         self.job, self.budget, self.say = job, budget, say
-        self.ranks = len(self.shallow.sides)
+        self.ranks = len(self.shallow.cores)
         self.sequences = (sequences // 2, sequences) if sequences > 1 else (1, 2)
         self.base = 0.0
 
