@@ -37,5 +37,14 @@ def point(layers: int, sequences: int) -> dict[str, float]:
 
 def measured(layers: tuple[int, ...] = (1, 4), sequences: tuple[int, int] = (2, 4), **changes: Any) -> Measured:
     points = [[point(k, b) for b in sequences] for k in layers]
-    facts = {"base": 400 * MB, "dtype": "int16", "ranks": 1, "threads": 2, "gflops": 100.0, "copied": 1e10}
+    wide = {**point(layers[-1], 40), "sequences": 40.0, "layers": float(layers[-1])}
+    facts: dict[str, Any] = {
+        "wide": wide,
+        "base": 400 * MB,
+        "dtype": "int16",
+        "ranks": 1,
+        "threads": 2,
+        "gflops": 100.0,
+        "copied": 1e10,
+    }
     return Measured(changes.pop("job", job()), layers, sequences, points, **{**facts, "cpu": "a CPU", **changes})

@@ -76,12 +76,13 @@ class Estimate:
         layers, most = self.measured.job.layers, self.measured.sequences[1]
         whole = {name: self.measured.at(name, layers, sequences) for name in ("after_forward", "after_backward")}
         whole["trained"] = self.measured.at("trained", layers, sequences)
-        beside = [[self._beside(point) for point in row] for row in self.measured.points]
-        few, many = (max(column) if layers == 1 else self._deeper(column) for column in zip(*beside, strict=True))
-        growth = max(0.0, (many - few) / (most - self.measured.sequences[0]))
+        beside = [self._beside(row[1]) for row in self.measured.points]
+        many = self._deeper(beside)
         wide = self.measured.wide
-        if wide is not None:
-            growth = max(0.0, (self._beside(wide) - beside[-1][1]) / (wide["sequences"] - most))
+        if wide is None:  # at most as the batch does
+            growth = many / most
+        else:
+            growth = max(0.0, (self._beside(wide) - beside[-1]) / (wide["sequences"] - most))
         return self._most(whole) + max(0.0, many + growth * (sequences - most)) + self.base
 
     def _beside(self, point: dict[str, float]) -> float:

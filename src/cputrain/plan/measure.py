@@ -20,9 +20,9 @@ from cputrain.trials.jobs import Job
 from cputrain.trials.turns import Answer, Side
 
 _SHARE = 0.9  # of the memory that is free
-_MOST_ROUNDS, _LEAST_ROUNDS = 7, 3
-# Steps that a depth costs in all: two of each number of sequences for memory, and the rounds.
-_STEPS = 6
+_MOST_ROUNDS, _LEAST_ROUNDS = 5, 3
+# By the third step the allocator's heap has its size; with fewer sequences only what is in use is asked for.
+_SETTLED, _STEPS = 3, 6  # the second: all that a depth takes, rounds included
 _WIDE, _WIDE_SECONDS, _WIDE_SHARE = 16, 2.0, 0.4  # times the sequences, of one step, of what is free
 Say = Callable[[str], None]
 
@@ -133,16 +133,16 @@ class _Trials:
     def measured(self) -> Measured:
         chosen = self.shallow.ask("chosen", dtype=self.job.dtype)["dtype"] if self.job.dtype != "stock" else "stock"
         rates = self.deep.rates_of("int16" if chosen == "int16" else "fp32")
-        first = self._row(self.shallow, 1)
-        rows = [first]
+        rows = [self._row(self.shallow, 1)]
         layers: tuple[int, ...] = (1,)
         if self.job.layers > 1:
-            deep = max(2, math.ceil(self.job.layers / 4))
+            low, deep = 1, math.ceil(self.job.layers / 4)
             if self.budget:
-                second = self._row(self.deep, 2)
-                deep = self._depth(first[1], second[1])
-            rows.append(self._row(self.deep, deep) if deep > 2 or not self.budget else second)
-            layers = (1, deep)
+                rows.append(self._row(self.shallow, 2))
+                low, deep = 2, self._depth(rows[0][1], rows[1][1])
+            layers = (low, max(deep, low + 1))
+            # In a process that had no other model: what its allocator keeps is what a run's would.
+            rows = [rows[-1], self._row(self.deep, layers[1])]
         self._time(rows, layers)
         return Measured(
             self.job, layers, self.sequences, rows, self.base, chosen, self.ranks, threads(self.ranks),
@@ -150,22 +150,24 @@ class _Trials:
         )  # fmt: skip
 
     def _row(self, ranks: Ranks, layers: int) -> list[dict[str, float]]:
-        """Memory of each number of sequences, the smaller one first; times are a first guess."""
+        """Memory of each number of sequences, the larger one first, as in a run; times are a first guess."""
         self.say(f"{_counted(layers, 'layer')} of {self.job.layers}")
         built = ranks.ask("build", job=dataclasses.asdict(self.job), layers=layers, share=_SHARE / self.ranks)
         self.base = built["before"]
-        found = [built | ranks.ask("measure", sequences=sequences) for sequences in self.sequences]
+        many = built | ranks.ask("measure", sequences=self.sequences[1], steps=_SETTLED)
+        found = [built | ranks.ask("measure", sequences=self.sequences[0], steps=1), many]
         for point in found:
             point["peak"] -= self.base
         return [{name: float(point[name]) for name in (*BYTES, *SECONDS)} for point in found]
 
     def _depth(self, one: dict[str, float], two: dict[str, float]) -> int:
-        """As many layers as the budget allows; at least a quarter, or noise would be most of the answer."""
+        """All layers if they take at most twice the budget; else as many as fit it, but at least a quarter, or noise
+        would be most of the answer."""
         times = [sum(point[name] for name in SECONDS) for point in (one, two)]
         each = max(times[1] - times[0], 0.02 * times[0])
         affordable = int((self.budget / _STEPS - times[0]) / each)
-        wanted = self.job.layers if affordable >= 0.7 * self.job.layers else affordable
-        return min(max(wanted, math.ceil(self.job.layers / 4), 2), self.job.layers, self._room(one, two))
+        wanted = self.job.layers if affordable >= self.job.layers / 2 else affordable
+        return min(max(wanted, math.ceil(self.job.layers / 4), 3), self.job.layers, self._room(one, two))
 
     def _room(self, one: dict[str, float], two: dict[str, float]) -> int:
         """How many layers there is certainly room for: half of what is free."""
@@ -181,7 +183,7 @@ class _Trials:
         if wide < 2 * most:
             return None
         try:
-            found = (self.deep if self.job.layers > 1 else self.shallow).ask("measure", sequences=wide)
+            found = (self.deep if self.job.layers > 1 else self.shallow).ask("measure", sequences=wide, steps=2)
         except NoMemoryError:
             return None
         found["peak"] -= self.base

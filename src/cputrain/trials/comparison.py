@@ -99,7 +99,7 @@ def _warm(sides: Sequence[Side], job: Job, budget: float) -> tuple[Job, list[flo
     first = _asked(sides[0], "step", number=0, sequences=1)["seconds"]
     affordable = int(budget / (first * len(_SIDES) * (_LEAST_ROUNDS + 2)))
     job = job.but(sequences=max(1, min(job.sequences, affordable)))
-    return job, [_asked(side, "measure", sequences=job.sequences)["peak"] for side in sides]
+    return job, [_asked(side, "measure", sequences=job.sequences, steps=2)["peak"] for side in sides]
 
 
 def _asked(side: Side, request: str, **arguments: object) -> Answer:

@@ -73,10 +73,11 @@ class Training:
             "after_backward": backward - self.before[1],
         }
 
-    def measured(self, sequences: int) -> Answer:
-        """The first step makes the optimizer's state; the second is like all that follow."""
+    def measured(self, sequences: int, steps: int) -> Answer:
+        """The last of some steps, and the peak of all."""
         memory.forget_peak()
-        self.step(sequences)
+        for _ in range(steps - 1):
+            self.step(sequences)
         return {**self.step(sequences), "peak": memory.peak()}
 
 
@@ -91,9 +92,9 @@ class Worker:
         self.training = Training(from_answer(job), layers)
         return self.training.described()
 
-    def measure(self, sequences: int) -> Answer:
+    def measure(self, sequences: int, steps: int) -> Answer:
         assert self.training is not None
-        return self.training.measured(sequences)
+        return self.training.measured(sequences, steps)
 
     def step(self, number: int, sequences: int) -> Answer:
         assert self.training is not None
