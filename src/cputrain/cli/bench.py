@@ -88,7 +88,7 @@ def _show(found: list[Result]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, pad_edge=False, padding=(0, 2), header_style="dim")
+    table = Table(box=None, pad_edge=False, padding=(0, 1), header_style="dim")
     table.add_column("job")
     for title in ("tokens", "stock", "cputrain", "faster", "control", "memory", "rounds"):
         table.add_column(title, justify="right")

@@ -18,8 +18,8 @@ SECONDS = ("forward", "backward", "optimizer")
 class Measured:
     """`points[i][j]`: of `layers[i]` layers and `sequences[j]` sequences. One rank's, while all ranks worked.
 
-    A peak is what it is above `base`, the bytes of a process that has imported what it needs and has no model. Only that
-    with more sequences was measured from the start.
+    A peak is what it is above `base`, the bytes of a process that has imported what it needs and has no model; only
+    that with more sequences counts.
     """
 
     job: Job

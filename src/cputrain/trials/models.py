@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 from pathlib import Path
 from typing import Any
@@ -104,6 +105,14 @@ def _parameters(config: dict[str, Any], architecture: str) -> int:
 
 def _config(fields: dict[str, Any]) -> Any:
     return transformers.CONFIG_MAPPING[fields["model_type"]].from_dict(dict(fields))
+
+
+def load(job: Job) -> None:
+    """Imports what a model needs, which is no part of its memory."""
+    importlib.import_module("cputrain.api")
+    getattr(transformers, job.architecture)
+    if job.lora and importlib.util.find_spec("peft"):  # without it, `build` says so
+        importlib.import_module("peft")
 
 
 def build(job: Job, layers: int) -> nn.Module:

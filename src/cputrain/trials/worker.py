@@ -27,6 +27,7 @@ class Training:
     """A model, its optimizer, and steps as Trainer takes them."""
 
     def __init__(self, job: Job, layers: int) -> None:
+        models.load(job)
         self.before = memory.resident(), memory.in_use()
         self.job, self.seen = job, 0
         self.model = models.build(job, layers)
