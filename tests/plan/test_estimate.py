@@ -75,3 +75,11 @@ def test_a_model_that_was_tried_as_a_whole() -> None:
     found = measured((LAYERS,), job=job())
     assert Estimate(found).peak(50) == pytest.approx(400 * MB + point(LAYERS, 50)["peak"])
     assert Estimate(found).parts(4).head == 0  # not told apart
+
+
+def test_working_memory_grows_at_most_as_what_is_in_use() -> None:
+    """Two depths that are close to each other say little: noise times the other layers would be most of the answer."""
+    noisy = measured((2, 3))
+    noisy.points[1][1]["peak"] += 50 * MB  # 74 MB beside what is in use, where the other depth has 24
+    beside = Estimate(noisy).peak(4) - 400 * MB - point(LAYERS, 4)["after_forward"]
+    assert beside == pytest.approx(74 * MB * point(LAYERS, 4)["after_forward"] / point(3, 4)["after_backward"])

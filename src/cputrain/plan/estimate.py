@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cputrain.plan.measured import SECONDS, Measured
 
+_IN_USE = ("after_forward", "after_backward", "trained")
 _MARGIN = 0.95  # of the limit: what the largest batch may take
 _MOST_SEQUENCES = 1 << 16
 # Numbers of fp32 that an optimizer keeps for each one that is trained; SGD has no momentum unless it is asked for.
@@ -74,8 +75,7 @@ class Estimate:
         the trials comes on top of it here."""
         sequences *= self.unevenness
         layers, most = self.measured.job.layers, self.measured.sequences[1]
-        whole = {name: self.measured.at(name, layers, sequences) for name in ("after_forward", "after_backward")}
-        whole["trained"] = self.measured.at("trained", layers, sequences)
+        whole = {name: self.measured.at(name, layers, sequences) for name in _IN_USE}
         beside = [self._beside(row[1]) for row in self.measured.points]
         many = self._deeper(beside)
         wide = self.measured.wide
@@ -90,10 +90,13 @@ class Estimate:
         return point["peak"] - max(point["after_forward"], point["after_backward"])
 
     def _deeper(self, column: Sequence[float]) -> float:
-        """The same of all layers; noise must not make it less than any trial had."""
+        """The same of all layers: at least what the deeper trial had, and at most in proportion to what is in use."""
         found = self.measured
         each = (column[-1] - column[0]) / max(1, found.layers[-1] - found.layers[0])
-        return max(column[-1] + each * (found.job.layers - found.layers[-1]), min(column))
+        grown = column[-1] + each * (found.job.layers - found.layers[-1])
+        tried = self._most(found.points[-1][1])
+        whole = self._most({name: found.at(name, found.job.layers, found.sequences[1]) for name in _IN_USE})
+        return max(column[-1], min(grown, column[-1] * whole / tried))
 
     def _most(self, point: dict[str, float]) -> float:
         kept = 4 * point["trained"] if self.keeps_gradients else 0.0
