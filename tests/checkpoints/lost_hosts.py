@@ -13,11 +13,11 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.checkpoints.requeues import SCRIPT
+from tests.checkpoints.requeues import SCRIPT, undisturbed
 from tests.hosts import Cluster
 
 
-def result(cluster: Cluster, folder: Path, lost: tuple[int, float] | None) -> tuple[list[int], str]:
+def result(cluster: Cluster, folder: Path, lost: tuple[int, float]) -> tuple[list[int], str]:
     """At which steps it began, and the weights at the end. `lost`: which host, so many seconds after the beginning."""
     folder.mkdir()
     (folder / "script.py").write_text(SCRIPT)
@@ -25,22 +25,22 @@ def result(cluster: Cluster, folder: Path, lost: tuple[int, float] | None) -> tu
     options = ["-n", "2", "--ppn", "1", "--engine", "torchrun", "--hostfile", f"{folder}/hosts", "--resume", "auto"]
     words = [sys.executable, "-m", "cputrain", "launch", *options, f"{folder}/script.py", f"{folder}/out"]
     # By a machine that isn't one of the two, so that either of them can be lost.
-    launcher, log = cluster.hosts[2], folder / "log"
+    launcher, log, is_over = cluster.hosts[2], folder / "log", False
     while True:
         with log.open("a") as file:
             running = launcher.popen(
-                "bash", "-c", '"$@" 2>&1', "bash", *words, "0.05" if lost else "0", environ={"OMP_NUM_THREADS": "1"}
+                "bash", "-c", '"$@" 2>&1', "bash", *words, "0.05", environ={"OMP_NUM_THREADS": "1"}
             )
             assert running.stdout
             for line in running.stdout:
                 file.write(line)
-                if lost is not None and "BEGINS" in line:
+                if not is_over and "BEGINS" in line:
                     host = cluster.hosts[lost[0]]
                     time.sleep(lost[1])
                     cluster.take_down(host)
                     host.end_all()
                     cluster.bring_up(host)
-                    lost = None
+                    is_over = True
         text = log.read_text()
         if running.wait() == 0:
             break
@@ -59,7 +59,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="lost-hosts-") as name:
         place = Path(name)
         with Cluster(3, place / "cluster", [place]) as cluster:
-            _, expected = result(cluster, place / "undisturbed", None)
+            expected = undisturbed(place)
             for number in range(asked.times):
                 lost = draw.randrange(2), draw.uniform(0, 5)
                 began, weights = result(cluster, place / str(number), lost)

@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from cputrain.cluster.job import Job, Volume
-from tests.checkpoints.requeues import SCRIPT
+from tests.checkpoints.requeues import SCRIPT, undisturbed
 from tests.cluster.pods import Pod, Pods
 from tests.cluster.test_rendered_job_trains import NAMES, pytorchjob_pods
 
@@ -44,10 +44,10 @@ class Loss:
             container.send_signal(self.number)
 
 
-def result(folder: Path, loss: Loss | None) -> tuple[list[int], str]:
+def result(folder: Path, loss: Loss) -> tuple[list[int], str]:
     """At which steps rank 0 began, and the weights at the end."""
     job = Job(
-        "qa", "x:1", "train.py", ("/srv/data/out", "0.05" if loss else "0"), workers=2, cpus="1", memory="2Gi",
+        "qa", "x:1", "train.py", ("/srv/data/out", "0.05"), workers=2, cpus="1", memory="2Gi",
         volume=Volume("data", "/srv/data"), script_text=SCRIPT, rendezvous="1f",
     )  # fmt: skip
     worker, environment = pytorchjob_pods(folder, job)
@@ -61,11 +61,12 @@ def result(folder: Path, loss: Loss | None) -> tuple[list[int], str]:
         running = [pod.start(environment, pods.programs, file) for pod, file in zip(made, files, strict=True)]
         limit = time.monotonic() + 240
         codes: list[int | None] = [None, None]
+        is_over = False
         while codes != [0, 0]:
             assert time.monotonic() < limit, _text([log, *files])
-            if loss is not None and "BEGINS" in files[loss.pod].read_text():
+            if not is_over and "BEGINS" in files[loss.pod].read_text():
                 loss.happens(made[loss.pod], running[loss.pod])
-                loss = None
+                is_over = True
             codes = [process.poll() for process in running]
             for number, code in enumerate(codes):
                 if code:
@@ -91,10 +92,9 @@ def main() -> int:
     asked = parser.parse_args()
     draw, same = random.Random(asked.seed), 0
     with tempfile.TemporaryDirectory(prefix="lost-pods-") as place:
-        undisturbed, *others = (Path(place, str(number)) for number in range(asked.times + 1))
-        undisturbed.mkdir()
-        _, expected = result(undisturbed, None)
-        for folder in others:
+        expected = undisturbed(Path(place))
+        for number in range(asked.times):
+            folder = Path(place, str(number))
             folder.mkdir()
             loss = Loss(draw.randrange(2), draw.choice([signal.SIGKILL, signal.SIGTERM]), draw.uniform(0, 5))
             began, weights = result(folder, loss)

@@ -19,6 +19,7 @@ from pathlib import Path
 from cputrain.cluster import slurm
 from cputrain.cluster.slurm import SlurmJob
 from tests.cluster.slurm_cluster import Slurm, running
+from tests.launch.programs import launch
 
 STEPS = 120  # 240 samples, 2 ranks, batches of 2, 2 epochs
 SCRIPT = """
@@ -51,6 +52,14 @@ print("WEIGHTS", hashlib.sha256(weights).hexdigest(), flush=True)
 """
 
 
+def undisturbed(folder: Path) -> str:
+    """The weights at the end of two ranks on this machine."""
+    (folder / "script.py").write_text(SCRIPT)
+    ended = launch("-n", "2", "script.py", "undisturbed", "0", folder=folder, OMP_NUM_THREADS="1")
+    assert ended.returncode == 0, ended.stderr
+    return re.findall(r"WEIGHTS (\w+)", ended.stdout)[0]
+
+
 def result(cluster: Slurm, name: str, signals: list[float], limit: str = "10:00") -> tuple[list[int], str]:
     """At which steps the job began each time, and the weights at the end. `signals`: seconds after each beginning."""
     pause = "0.1" if signals else "0" if limit == "10:00" else "1"
@@ -79,16 +88,15 @@ def main() -> int:
     asked = parser.parse_args()
     draw = random.Random(asked.seed)
     with tempfile.TemporaryDirectory(prefix="requeues-") as folder, running(Path(folder)) as cluster:
-        _, undisturbed = result(cluster, "undisturbed", [])
-        same = 0
+        expected, same = undisturbed(Path(folder)), 0
         for number in range(asked.times):
             began, weights = result(cluster, f"again-{number}", [draw.uniform(0, 8)])
-            same += weights == undisturbed and began[1] > 0
-            print(f"began at {began}: {'the same' if weights == undisturbed else 'OTHER'} weights", flush=True)
+            same += weights == expected and began[1] > 0
+            print(f"began at {began}: {'the same' if weights == expected else 'OTHER'} weights", flush=True)
         if asked.time_limit:
             began, weights = result(cluster, "limit", [], "2:00")
-            print(f"with a real limit it began at {began}: {'the same' if weights == undisturbed else 'OTHER'} weights")
-            same -= not (weights == undisturbed and len(began) > 1)
+            print(f"with a real limit it began at {began}: {'the same' if weights == expected else 'OTHER'} weights")
+            same -= not (weights == expected and len(began) > 1)
     print(f"{same} of {asked.times} jobs that were queued again ended with the undisturbed one's weights")
     return 0 if same == asked.times else 1
 

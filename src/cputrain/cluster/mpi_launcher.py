@@ -1,7 +1,8 @@
 """What an MPIJob's Launcher runs: `python3 -m cputrain.cluster.mpi_launcher --mpi=openmpi --forward=A,B -- COMMAND …`
 
-It writes an ssh configuration that knows the workers by the job's own key, and becomes mpirun. Variables are forwarded
-by name, so that no value shows in `ps`. Rank 0 runs on the first host of the operator's hostfile.
+It writes an ssh configuration that knows the workers by the job's own key, and starts mpirun. Variables are forwarded
+by name, so that no value shows in `ps`. Rank 0 runs on the first host of the operator's hostfile. When the pod is told
+to end, the ranks may save first.
 """
 
 from __future__ import annotations
@@ -9,16 +10,17 @@ from __future__ import annotations
 import argparse
 import os
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from cputrain import user_folders
 from cputrain.cluster.mpijob import SSH_FOLDER, SSH_PORT
-from cputrain.launch import hostfile
+from cputrain.launch import hostfile, processes
 from cputrain.launch.config import PORT
 from cputrain.launch.hostfile import Host
-from cputrain.launch.mpi import Mpi
+from cputrain.launch.mpi import Mpi, let_save
 
 HOSTFILE = "/etc/mpi/hostfile"
 # What programs on the workers need to be found, where the image sets it.
@@ -80,7 +82,18 @@ def main(words: list[str]) -> None:
     forward = [name for name in dict.fromkeys(wanted) if name in given]
     command = mpirun(mpi, chosen.hostfile, workers, forward, chosen.command)
     print("starting:", " ".join(command), flush=True)
-    os.execvpe(command[0], command, given)
+    sys.exit(_until_it_ends(subprocess.Popen(command, env=given)))
+
+
+def _until_it_ends(running: subprocess.Popen[bytes]) -> int:
+    with processes.sigterm_interrupts():
+        try:
+            return processes.exit_code(running.wait())
+        except KeyboardInterrupt as interrupt:
+            let_save(running)
+            return processes.interrupted_code(interrupt)
+        finally:
+            running.terminate()
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ class Agent(LocalElasticAgent):
         """torch's loop starts anew as long as restarts remain."""
         assert self.verdict
         if self.verdict.code == blame.STOPPED:  # of several machines one may come back, and no start is used up for it
-            self.verdict = Failure(f"the ranks were asked to stop ({self.verdict.sentence})", blame.STOPPED, True)
+            self.verdict = Failure(f"the ranks of {socket.gethostname()} were asked to stop", blame.STOPPED, True)
             several = (worker_group.group_world_size or 1) > 1 and worker_group.spec.max_restarts
             self._remaining_restarts = self._remaining_restarts + 1 if several else 0
         elif self._remaining_restarts and (why := self._restarts.why_not(self._own)):
@@ -261,7 +261,8 @@ def train(order: Order, logs: Any, program: list[str]) -> Failure | None:
     except SignalException as stop:
         # The rendezvous stays open: others, or this machine when it is back, may go on with the training.
         if order.is_fixed and not order.max_restarts:
-            agent.tell_others(Failure(f"{socket.gethostname()} was ended by {stop.sigval.name}", 128 + stop.sigval))
+            ended = f"{socket.gethostname()} was ended by {stop.sigval.name}"
+            agent.tell_others(Failure(ended, 128 + stop.sigval, from_outside=True))
         raise
     except BaseException:
         handler.shutdown()

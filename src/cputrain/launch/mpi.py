@@ -166,7 +166,7 @@ def _supervised(words: list[str], environ: dict[str, str], sessions: list[Sessio
             with liveness.beating(sessions):
                 return _wait(process, sessions)
         except KeyboardInterrupt as interrupt:
-            _let_save(process)
+            let_save(process)
             return processes.interrupted_code(interrupt)
         finally:
             _end(process)
@@ -198,7 +198,7 @@ def _is_lost(one: Session, code: int) -> bool:
     return lost
 
 
-def _let_save(process: subprocess.Popen[bytes]) -> None:
+def let_save(process: subprocess.Popen[bytes]) -> None:
     """mpirun ends its ranks at once when it is told to end, but hands SIGUSR1 on to them."""
     if process.poll() is None:
         process.send_signal(signal.SIGUSR1)
