@@ -253,4 +253,4 @@ def test_the_line_that_is_shared() -> None:
     from cputrain.cli.bench import line
 
     results = [Result("minilm", 12, 384, "int16", 5, 4.9, 1.9, 2.6, 1.01, 9e8, 4e8)]
-    assert "minilm 2.6× the speed of stock PyTorch" in line(results) and "within 1%" in line(results)
+    assert "minilm 12×384 2.6 times the speed of stock PyTorch" in line(results) and "within 1%" in line(results)

@@ -75,7 +75,7 @@ def _as_json(found: list[Result]) -> dict[str, object]:
 def line(found: list[Result]) -> str:
     """What is shared: ratios, and all that they depend on."""
     machine = _machine()
-    ratios = ", ".join(f"{one.job} {one.times_faster:.1f}×" for one in found)
+    ratios = ", ".join(f"{one.job} {one.sequences}×{one.length} {one.times_faster:.1f} times" for one in found)
     off = max(abs(one.control - 1) for one in found)
     formats = "/".join(dict.fromkeys(one.dtype for one in found))
     return (
