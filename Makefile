@@ -22,7 +22,7 @@ SWEEP_ARGS ?=
 WHEEL_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help install build demo test sanitize soak fuzz models lint format bench wheel wheel-test clean
+.PHONY: help install build demo docs test sanitize soak fuzz models lint format bench wheel wheel-test clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -46,6 +46,9 @@ build: $(INSTALLED) ## compile the native library after an edit of csrc/
 
 demo: build ## train a small question-answering model, stock and optimised side by side (5 minutes)
 	$(BIN)/python examples/demo/run_demo.py
+
+docs: $(INSTALLED) ## build the documentation's site into build/docs; its pages load nothing from elsewhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 test: build ## run all tests (PYTEST_ARGS="-k dropout" for some, WORKERS=0 for one after the other)
 	OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)

@@ -26,6 +26,7 @@ LOGITS, LOGITS_ARE = "CPUTRAIN_LOGITS", ("lazy", "computed")
 IPEX, TRUTHS = "CPUTRAIN_IPEX", ("true", "false")
 RESUME, RUN_ID = "CPUTRAIN_RESUME", "CPUTRAIN_RUN_ID"
 SAVE_EVERY, GRACE = "CPUTRAIN_SAVE_EVERY", "CPUTRAIN_GRACE"
+TRIAL_STEPS, TRIAL_OWN_LOOPS = "CPUTRAIN_TRIAL_STEPS", "CPUTRAIN_TRIAL_OWN_LOOPS"
 ON_NAN, ON_NANS = "CPUTRAIN_ON_NAN", ("stock", "stop", "skip", "back")
 RECORD, PROGRESS, PROGRESSES = "CPUTRAIN_RECORD", "CPUTRAIN_PROGRESS", ("auto", "live", "lines", "off")
 ISA, ISAS = "CPUTRAIN_ISA", ("avx512", "avx2", "portable")
@@ -81,6 +82,8 @@ OF_THE_USER = {
 }
 OF_CPUTRAIN = {
     RUN_ID: Variable("name of this run in its checkpoints, where it may be started anew; the same after a restart"),
+    TRIAL_STEPS: Variable("of `cputrain tune`: the training ends after so many steps, and keeps only its record"),
+    TRIAL_OWN_LOOPS: Variable("of `cputrain tune`: the script may have a training loop of its own", "false", TRUTHS),
     COMMUNICATION_CPUS: Variable("CPUs that are kept free for a rank's communication, as `6,7`"),
     BLAME_FOLDER: Variable("where a rank that fails because of another one names it"),
     "CPUTRAIN_EXPECTED_RANKS": Variable("how many ranks there must be, or the least and the most: `2:4`"),

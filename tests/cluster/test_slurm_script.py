@@ -103,6 +103,16 @@ def test_before_the_time_is_up_the_ranks_are_told_to_end_and_waited_for(
     assert "#SBATCH --signal=B:USR1@60" in (tmp_path / "job.sh").read_text()
 
 
+def test_a_step_that_ends_at_once_has_its_exit_code(tmp_path: Path) -> None:
+    for name, text in {"srun": "exit 3", "scontrol": "echo node7"}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "job.sh").write_text(slurm.to_text(SlurmJob("qa", "a.py")))
+    environ = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_NODELIST": "node7", "SLURM_JOB_ID": "123"}
+    codes = {subprocess.run(["bash", tmp_path / "job.sh"], env=environ, check=False).returncode for _ in range(20)}
+    assert codes == {3}
+
+
 def test_no_host_is_an_error_and_never_localhost(tmp_path: Path) -> None:
     job = SlurmJob("qa", "a.py")
     (tmp_path / "job.sh").write_text(slurm.to_text(job))

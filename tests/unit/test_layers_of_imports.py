@@ -55,7 +55,8 @@ MAY_IMPORT = {
     "report": ["record"],
     "trials": ["integrations"],
     "plan": ["trials"],
-    "cli": ["cluster", "integrations", "plan", "report"],
+    "tune": ["launch", "record"],
+    "cli": ["cluster", "integrations", "plan", "report", "tune"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [

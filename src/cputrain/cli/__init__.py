@@ -20,6 +20,7 @@ SUMMARIES = {
     "launch": "Start a script as one process or many, here or elsewhere.",
     "plan": "Say what a training needs, before it runs.",
     "bench": "This CPU against stock PyTorch, in three minutes.",
+    "tune": "Find the fastest settings of this machine for a script.",
     "report": "Show what runs recorded, as a page or a text.",
     "checkpoints": "List a training's checkpoints, and say which are whole.",
     "config": "Answer Accelerate's questions; writes what launch reads.",

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from cputrain import blame, settings
-from cputrain.integrations import hook
+from cputrain.integrations import hook, trial
 from cputrain.log import say_once
 
 ADVICE = (
@@ -32,6 +32,7 @@ def advice() -> str | None:
 
 
 def _note_step(*_: Any) -> None:
+    trial.watch_own_loop()
     if not _is_resumable():
         steps = sum(_steps.values())
         blame.note_step(steps + 1)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cputrain import settings
-from cputrain.integrations import peak, progress
+from cputrain.integrations import peak, progress, trial
 from cputrain.log import say_once
 from cputrain.record import head, recorder, work
 from cputrain.record.lines import Lines
@@ -118,10 +118,13 @@ def begin(
     if folder is not None:
         goes_on = done > 0 or settings.attempt().rpartition("/")[2] != "0"
         lines = Lines(recorder.path_of(folder, settings.number(settings.RANK)), goes_on)
-    record = Recorder(lines, head.head(arguments, facts), total, done)
+    often = {"least": 0.0} if trial.steps() else {}  # then each step is a line
+    record = Recorder(lines, head.head(arguments, facts), total, done, **often)
     record.communicated = _communicated
     if shows is not None:
         record.listeners.append(progress.Progress(shows))
+    if trial.steps():
+        record.listeners.append(trial.end_after_the_last)
     _watch()
     _now = Run(record, model, counts_steps)
     return _now
@@ -136,9 +139,10 @@ def end(how: str = "ended") -> None:
             getattr(listener, "close", lambda: None)()
 
 
-def begin_own(model: nn.Module, folder: str | None) -> None:
+def begin_own(model: nn.Module | None, folder: str | None) -> None:
     """A script with a loop of its own: what isn't given by a Trainer is counted by the optimizer's steps."""
     if _now is None:
+        trial.check_own_loop()
         begin(folder, model, {}, counts_steps=True)
 
 
@@ -159,6 +163,8 @@ def _facts(model: nn.Module | None) -> dict[str, Any]:
     facts["explain"] = {"facts": explained.facts[:20], "modules": explained.modules[:200]}
     precision = next((value for what, value, _ in explained.facts if what == "precision"), "fp32")
     facts["dtype"] = precision if api.is_optimized(model) else "stock"
+    if trial.steps():  # which has no time for a measurement
+        return facts
     try:
         facts["peak_gflops"] = peak.gflops("int16" if precision == "int16" else "fp32")
     except (RuntimeError, KeyError) as error:  # without it there is no share of the peak

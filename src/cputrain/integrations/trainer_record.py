@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from cputrain.integrations import recording
+from cputrain.integrations import recording, trial
 from cputrain.integrations.slow_ranks import SlowRanks
 
 
@@ -33,6 +33,9 @@ class RecordingTrainer:
                 run.record.spent("checkpoint", time.perf_counter() - began)
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
+        if trial.steps():
+            trial.share_batch(self)
+            args, kwargs = (), {}  # from the start, not from a checkpoint
         with _recorded(self):
             return super().train(*args, **kwargs)  # type: ignore[misc]
 
@@ -65,8 +68,17 @@ class _Callback(TrainerCallback):
             schedule = kwargs.get("lr_scheduler")
             rate = schedule.get_last_lr()[0] if schedule is not None and hasattr(schedule, "get_last_lr") else None
             run.record.step(float(rate) if rate is not None else None)
+        _only_steps_in_a_trial(control)
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        _only_steps_in_a_trial(control)
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **kwargs: Any) -> None:
         run = recording.current()
         if run is not None and metrics:
             run.record.metrics(metrics)
+
+
+def _only_steps_in_a_trial(control: Any) -> None:
+    if trial.steps():
+        control.should_save = control.should_evaluate = False

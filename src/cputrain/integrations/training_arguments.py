@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import transformers.training_args as stock
 
-from cputrain.integrations import collectives, hook
+from cputrain.integrations import collectives, hook, trial
 from cputrain.integrations.notices import Refused
 from cputrain.log import say_once
 
@@ -34,6 +34,7 @@ class TrainingArguments(stock.TrainingArguments):
 
     def __post_init__(self) -> None:
         _say_what_changed(self)
+        trial.arrange(self)
         if self.no_cuda or self.use_ipex or not torch.accelerator.is_available():
             self.use_cpu = True
         if self.use_cpu:

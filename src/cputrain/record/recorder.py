@@ -53,12 +53,19 @@ class Steps:
 class Recorder:
     """One rank's run. `lines` is None where only the progress is wanted."""
 
-    def __init__(self, lines: Lines | None, head: Mapping[str, Any], total: int | None = None, done: int = 0) -> None:
+    def __init__(
+        self,
+        lines: Lines | None,
+        head: Mapping[str, Any],
+        total: int | None = None,
+        done: int = 0,
+        least: float = _LEAST_SECONDS,
+    ) -> None:
         self.total, self.step_number = total, done
         self.head = dict(head)
         self.communicated: Callable[[], float] = lambda: 0.0  # seconds so far
         self.listeners: list[Callable[[Recorder, dict[str, Any]], None]] = []
-        self._lines = lines
+        self._lines, self._least = lines, least
         self._events = 0
         self._began = self._last_step = self._last_line = time.perf_counter()
         self._now = Steps()
@@ -90,7 +97,7 @@ class Recorder:
         self._last_step = moment
         if self._loss is not None:
             now.loss, now.losses, self._loss = now.loss + self._loss, now.losses + 1, None
-        if moment - self._last_line >= _LEAST_SECONDS:
+        if moment - self._last_line >= self._least:
             self._write_steps(moment, rate)
 
     def event(self, what: str, text: str) -> None:
