@@ -60,6 +60,7 @@ soak: build ## what takes hours: 10,000 shapes under sanitizers, every model typ
 	$(BIN)/python -m tests.integrations.earlier 4.57 -m pytest tests/parity
 	$(BIN)/python -m tests.distributed.strangers --runs 50
 	$(BIN)/python benchmarks/auto_under_load.py
+	$(BIN)/python benchmarks/plan_accuracy.py --cgroup
 	$(BIN)/python -m tests.launch.lost_output --times 20
 	$(BIN)/python -m tests.distributed.fault_matrix --seed $(SEED)
 	$(BIN)/python -m tests.distributed.restarts --restarts 100

@@ -1,100 +1,25 @@
-"""Two sides of a comparison, each in a process of its own, that take turns on the same cores.
-
-The parent asks one side for a step while the other waits on its standard input, so that both see the same machine
-and neither sees the other's allocator, thread pool or patches. Requests and answers are JSON, one per line.
-"""
+"""Two sides of a comparison, each in a process of its own, that take turns on the same cores: what benchmarks add."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-Answer = dict[str, Any]
+from cputrain.trials import turns
+from cputrain.trials.turns import Answer, in_turns, median_ratio, serve
 
-# libgomp's idle threads spin for a few milliseconds (GOMP_SPINCOUNT, 300,000 rounds) before they sleep: let them.
-PAUSE_BETWEEN_TURNS = 0.03
+__all__ = ["Answer", "Side", "environment", "in_turns", "median_ratio", "peak_memory_mb", "serve", "usable_cores"]
 
 # How stock is told to use no more than an instruction set: PyTorch's kernels, MKL and oneDNN ask separately.
 STOCK_ISA = {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
 
 
-class Side:
-    """A child process that answers requests, and sleeps between them."""
+class Side(turns.Side):
+    """A child process of a benchmark's own script, which is told its name and settings."""
 
     def __init__(self, name: str, script: str, settings: Answer, environment: dict[str, str]) -> None:
-        self.name = name
-        self.process = subprocess.Popen(
-            [sys.executable, script, "--side", name, "--settings", json.dumps(settings)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=os.environ | environment,
-            text=True,
-        )
-
-    def send(self, request: str, **arguments: Any) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.write(json.dumps({"request": request} | arguments) + "\n")
-            self.process.stdin.flush()
-        except BrokenPipeError:
-            self.fail()
-
-    def receive(self) -> Answer:
-        assert self.process.stdout is not None
-        line = self.process.stdout.readline()
-        if not line:
-            self.fail()
-        return json.loads(line)
-
-    def ask(self, request: str, **arguments: Any) -> Answer:
-        self.send(request, **arguments)
-        return self.receive()
-
-    def fail(self) -> None:
-        raise RuntimeError(f"the {self.name} side ended with code {self.process.wait()}; its own message is above")
-
-    def close(self) -> None:
-        """Closing its input ends the child; one that does not end is killed."""
-        assert self.process.stdin is not None and self.process.stdout is not None
-        with contextlib.suppress(BrokenPipeError):  # if it is gone already, it said why on standard error
-            self.process.stdin.close()
-        try:
-            self.process.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-        self.process.stdout.close()
-
-
-def serve(handlers: dict[str, Callable[..., Answer]]) -> None:
-    """The child's loop. Whatever libraries print goes to standard error, so that the answers stay clean."""
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for line in sys.stdin:
-        arguments = json.loads(line)
-        answer = handlers[arguments.pop("request")](**arguments)
-        print(json.dumps(answer), file=answers, flush=True)
-
-
-def in_turns(sides: Sequence[Side], steps: int, request: str = "step") -> Iterator[list[Answer]]:
-    """For each step every side's answer, in the order of `sides`; who goes first alternates."""
-    for step in range(steps):
-        order = list(range(len(sides)))
-        if step % 2:
-            order.reverse()
-        answers: list[Answer] = [{} for _ in sides]
-        for index in order:
-            time.sleep(PAUSE_BETWEEN_TURNS)
-            answers[index] = sides[index].ask(request, number=step)
-        yield answers
+        super().__init__(name, [script, "--side", name, "--settings", json.dumps(settings)], environment)
 
 
 def environment(isa: str, threads: int, *, ours: bool) -> dict[str, str]:
@@ -110,11 +35,6 @@ def environment(isa: str, threads: int, *, ours: bool) -> dict[str, str]:
 
 def usable_cores() -> int:
     return len(os.sched_getaffinity(0))
-
-
-def median_ratio(stock: Sequence[float], ours: Sequence[float]) -> float:
-    """How many times faster ours is: the median over the pairs of neighbouring steps."""
-    return statistics.median(a / b for a, b in zip(stock, ours, strict=True))
 
 
 def peak_memory_mb() -> float:

@@ -54,8 +54,10 @@ MAY_IMPORT = {
     "integrations": ["checkpoints", "distributed", "record", "stop"],
     "compat": ["integrations"],
     "report": ["record"],
+    "trials": ["integrations"],
+    "plan": ["trials"],
     "tune": ["launch", "record"],
-    "cli": ["cluster", "integrations", "report", "tune"],
+    "cli": ["cluster", "integrations", "plan", "report", "tune"],
     "__main__": ["cli", "launch"],
 }
 LIGHT = [

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 SUMMARIES = {
     "run": "Run a training script, optimised, as python would.",
     "launch": "Start a script as one process or many, here or elsewhere.",
+    "plan": "Say what a training needs, before it runs.",
+    "bench": "This CPU against stock PyTorch, in three minutes.",
     "tune": "Find the fastest settings of this machine for a script.",
     "report": "Show what runs recorded, as a page or a text.",
     "checkpoints": "List a training's checkpoints, and say which are whole.",

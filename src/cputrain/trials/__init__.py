@@ -1,0 +1,1 @@
+"""Real training steps of models with random weights, for a few seconds: what `plan` and `bench` measure."""
