@@ -147,10 +147,12 @@ class LazyLogits(Tensor):
         if root._found is None:
             root.check()
         # Connected to the graph even if code without gradients (an accuracy) is the first to look.
-        with torch.set_grad_enabled(_plainly(Tensor.requires_grad.__get__, root)):  # type: ignore[attr-defined]
+        has_gradient = _plainly(Tensor.requires_grad.__get__, root)  # type: ignore[attr-defined]
+        with torch.set_grad_enabled(has_gradient):
             values = root._found if root._found is not None else (root._compute or root.source.values)()
             view = values if self is root else self._view(values)
-        if not torch.is_inference_mode_enabled():  # what is computed there can't be used outside
+        # What is computed in inference mode can't be used outside, what is computed below autograd has no graph.
+        if not torch.is_inference_mode_enabled() and values.requires_grad == has_gradient:
             root._found, self._found = values, view
         return view
 

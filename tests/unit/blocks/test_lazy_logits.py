@@ -148,6 +148,19 @@ def test_values_are_computed_once_and_connected_wherever_they_were_read_first():
         assert torch.equal(z.argmax(-1), head.stock().argmax(-1))
 
 
+def test_code_in_c_that_reads_first_takes_no_gradients_away():
+    """It gets values below autograd, which are nobody else's."""
+    head = Head()
+    logits = head.lazy()
+    with torch._C.DisableTorchFunctionSubclass():
+        doubled = torch.mul(logits, 2.0)
+    torch.testing.assert_close(doubled, 2 * head.stock())
+    expected = torch.autograd.grad(head.stock().square().sum() + 2 * head.stock().sum(), head.leaves)
+    found = torch.autograd.grad(logits.square().sum() + doubled.sum(), head.leaves)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
 def test_views_share_memory():
     z = Head().lazy()
     rows, copied = z.view(-1, VOCABULARY), z.clone()
