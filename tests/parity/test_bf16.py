@@ -182,3 +182,12 @@ class TestOnACpuWithBf16:
         cputrain.optimize(model, dtype=dtype)
         ours = in_bf16(model, batch) if users else gradients(model, lambda m: m(**batch).loss)
         assert distance(ours, stock) <= (0.25 if dtype == "int16" and not users else 1.2) * bound
+
+
+def test_what_would_keep_fp32_is_left_alone_with_the_reason(monkeypatch):
+    monkeypatch.setattr(speed, "bf16_pays", lambda: False)
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    model = cputrain.optimize(hf.LlamaModel(hf.LlamaConfig(**sizes, **heads)), dtype="bf16")
+    told = str(cputrain.explain(model))
+    assert told.count("what is saved of it would be fp32") >= 2  # norms and the gated feed-forward

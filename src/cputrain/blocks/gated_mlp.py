@@ -70,8 +70,6 @@ def gated_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
 def _why_not(module: nn.Module, x: Tensor, parts: _Parts) -> str | None:
     if activation_kind(parts.activation) is None:
         return f"the activation is {type(parts.activation).__name__}"
-    if format_of(module).saves is not torch.float32:
-        return "what is saved of it would not be bf16"
     reason = why_not_module(parts.activation) or why_not_global_hooks()
     if reason is not None:
         return reason
@@ -125,6 +123,9 @@ def _orders(module: nn.Module) -> Iterator[tuple[str, ...]]:
 def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     reason = None
     for names in _orders(module):
+        if patches.format.saves is not torch.float32:
+            reason = f"what is saved of it would be fp32, and the model keeps {patches.format.name}"
+            break
         width = projection.features(_parts(module, names).gate)[1]
         formula = Formula("forward", _builder(names), (width,), frozenset(module._modules), any_size=True)
         reason = difference(module, formula)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cputrain.blocks import leaves
 from cputrain.ops.rms_norm import plain, rms_norm
 from cputrain.padding import computed
-from cputrain.patching.bind import Patches, format_of, parameter_names, step_aside, why_not_tensors
+from cputrain.patching.bind import Patches, parameter_names, step_aside, why_not_tensors
 from cputrain.patching.probe import Formula, difference
 
 # module.__dict__ key: what is added to the weight.
@@ -21,7 +21,7 @@ _EPSILONS = ("variance_epsilon", "eps", "epsilon", "norm_eps")
 def rms_norm_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
     x = computed(x)
     weight, eps = _weight(self), _eps(self)
-    if x.numel() < leaves.WORTHWHILE or format_of(self).saves is not torch.float32:
+    if x.numel() < leaves.WORTHWHILE:
         return stock(x)
     reason = "its eps has changed its type" if eps is None else why_not_tensors(x, weight)
     if reason is None and (weight is None or weight.shape != x.shape[-1:]):
@@ -61,6 +61,9 @@ def take_over(name: str, module: nn.Module, patches: Patches) -> bool:
     if module._modules or module._buffers or len(module._parameters) != 1 or weight is None or weight.dim() != 1:
         return False
     if _eps(module) is None or len(parameter_names(type(module).forward)) != 1:
+        return False
+    if patches.format.saves is not torch.float32:
+        patches.leave(name, module, f"what is saved of it would be fp32, and the model keeps {patches.format.name}")
         return False
     reads = frozenset({*module._parameters, *_EPSILONS, "normalized_shape"})
     for offset, build in _FORMULAS.items():
