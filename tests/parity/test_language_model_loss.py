@@ -10,6 +10,7 @@ import transformers as hf
 from torch.nn import functional as F
 
 import cputrain
+from cputrain import log
 from cputrain.blocks.lazy_logits import LazyLogits
 from cputrain.ops import tied_embedding
 from tests.model_zoo import tiny
@@ -99,6 +100,22 @@ def test_a_table_that_is_embedding_and_head_gets_one_gradient(name, monkeypatch)
     assert given == [True, True]  # the head's was there
     torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
     assert ours.lm_head.weight is ours.get_input_embeddings().weight
+
+
+def test_a_label_behind_padding_on_the_left_has_no_gradient_and_that_is_said(caplog):
+    """The loss without it, as for the tokens alone; stock predicts it from a padded position."""
+    log.say_once.cache_clear()
+    stock, ours = pair(decoder("Llama"))
+    batch = batch_of(MASK.flip(1))
+    tokens, padded = int((batch["labels"][:, 1:] != -100).sum()), 2  # rows that begin with padding
+    without = {**batch, "labels": batch["labels"].clone()}
+    without["labels"][1, 3] = without["labels"][2, 5] = -100
+    share = (tokens - padded) / tokens
+    assert_close(
+        gradients_of(ours, lambda m: m(**batch).loss), gradients_of(stock, lambda m: share * m(**without).loss)
+    )
+    assert caplog.text.count("padding on the left") == 1
+    log.say_once.cache_clear()
 
 
 def test_a_users_own_loss_takes_none(computed):

@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_map
 
 from cputrain.formats import Format
+from cputrain.log import say_once
 from cputrain.ops.cross_entropy import AS_THEY_ARE, Capping, Loss, summed_loss
 from cputrain.ops.gradient import fp32_backward, without_autocast
 from cputrain.ops.linear import flat, linear
@@ -359,11 +360,19 @@ def _cross_entropy(
     return _loss(source, target, counts, reduction, Loss(source.capping, label_smoothing)).to(source.dtype)
 
 
+_BEHIND_PADDING = (
+    "labels that stock predicts from a padded position (the first token behind padding on the left) add "
+    "log(vocabulary) to the loss and have no gradient: give them -100, pad on the right, or keep padding"
+)
+
+
 @without_autocast
 def _loss(source: Source, labels: Tensor, counts: Tensor, reduction: str, loss: Loss) -> Tensor:
     """Of the tokens that count. Padded positions, whose logits are 0, lose log(vocabulary) each."""
     vocabulary = source.w_VI.shape[0]
     tokens, padded = int(counts.sum()), torch.zeros_like(counts) if source.real is None else counts & ~source.real
+    if bool(padded.any()):
+        say_once(_BEHIND_PADDING)
     place = (counts & ~padded).nonzero().squeeze(1)
     x_TI, chosen = (source.x, labels) if len(place) == len(labels) else (source.x[place], labels[place])
     operands = x_TI, source.w_VI, source.bias_V, chosen
