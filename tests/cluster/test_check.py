@@ -72,7 +72,7 @@ def test_render_with_the_guides_values_is_the_guides_job_without_its_faults(tmp_
     own = ours["template"]["spec"]["containers"][0]
     assert made["metadata"].items() >= wanted["metadata"].items()
     assert made["spec"]["elasticPolicy"].items() >= wanted["spec"]["elasticPolicy"].items()
-    assert (ours["replicas"], ours["restartPolicy"]) == (worker["replicas"], worker["restartPolicy"])
+    assert (ours["replicas"], ours["restartPolicy"]) == (worker["replicas"], "ExitCode")  # own failures end a job
     assert own["args"] == [script, *arguments]
     assert own["imagePullPolicy"] == container["imagePullPolicy"]
     for side in ("limits", "requests"):

@@ -89,7 +89,8 @@ DIED = "PeerDied: rank 1 (host box, process 7) died."
 )
 def test_the_cause_is_named_and_not_who_suffers_from_it(codes, blames, expected, monkeypatch) -> None:
     monkeypatch.setattr(processes.socket, "gethostname", lambda: "box")
-    assert processes.first_failure(codes, blames) == expected
+    found = processes.first_failure(codes, blames)
+    assert found is not None and (found.sentence, found.code) == expected
 
 
 def test_the_cause_is_waited_for_as_long_as_it_may_show() -> None:

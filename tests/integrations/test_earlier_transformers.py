@@ -102,6 +102,23 @@ def test_what_is_done_without_a_registry_of_masks(model: str, found: str, missin
     assert found in answer.stdout and missing not in answer.stdout
 
 
+HALF_PRECISION = """
+import sys, torch, cputrain
+from tests.model_zoo import tiny
+model, batch = tiny(sys.argv[1])
+cputrain.optimize(model.to(torch.bfloat16).train())
+sum(found.float().sum() for found in model(**batch).values() if torch.is_tensor(found)).backward()
+print({p.dtype for p in model.parameters()}, cputrain.explain(model))
+"""
+
+
+@pytest.mark.parametrize("release", earlier.RELEASES)
+def test_models_in_half_precision_stay_as_they_are(release: str) -> None:
+    answer = earlier.run(release, "-c", HALF_PRECISION, "gpt2", CPUTRAIN_PADDING="")
+    assert answer.returncode == 0, answer.stderr
+    assert "{torch.bfloat16}" in answer.stdout and "5.0 or later is needed" in answer.stdout
+
+
 @pytest.mark.parametrize("release", earlier.RELEASES)
 def test_a_part_of_the_parity_suite_passes(release: str) -> None:
     """CPUTRAIN_TEST_SEED chooses it; `python -m tests.integrations.earlier 4.48 -m pytest tests/parity` runs it all."""

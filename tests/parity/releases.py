@@ -26,6 +26,8 @@ BERT_IS_REGISTERED = RELEASE >= (5, 0)
 SEPARATES_PACKED = HAS_MASK_REGISTRY
 # Functions that say what a mask hides can be asked for all pairs of tokens at once.
 ASKS_MASKS_AT_ONCE = RELEASE >= (5, 0)
+# Models follow their inputs' dtype, so that half precision can be served; adapters over 4 bits go with today's peft.
+SERVES_HALF_PRECISION = RELEASE >= (5, 0)
 # `generate` can be told not to compile.
 HAS_DISABLE_COMPILE = RELEASE >= (4, 50)
 

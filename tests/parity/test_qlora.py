@@ -17,8 +17,11 @@ from torch import nn
 
 import cputrain
 from cputrain.blocks import quantised
+from tests.parity import releases
 from tests.parity.small import what_runs
 
+if not releases.SERVES_HALF_PRECISION:
+    pytest.skip("today's bitsandbytes goes with transformers 5", allow_module_level=True)
 bnb = pytest.importorskip("bitsandbytes")
 IDS = torch.randint(0, 300, (2, 96), generator=torch.Generator().manual_seed(0))
 MASK = (torch.arange(96) < torch.tensor([[96], [60]])).long()

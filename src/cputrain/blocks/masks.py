@@ -145,4 +145,4 @@ def _row(mask: Tensor) -> Tensor | None:
         return None
     if mask.dtype == torch.float32:  # of a row without a key, stock makes what its implementation likes
         return None if bool((first < _LOWEST).all(-1).any()) else first.contiguous()
-    return torch.zeros(first.shape).masked_fill_(~first, -torch.inf)
+    return torch.zeros(first.shape, dtype=torch.float32).masked_fill_(~first, -torch.inf)

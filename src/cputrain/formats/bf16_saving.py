@@ -59,8 +59,8 @@ def as_bf16(x_TI: Tensor, rounded_only: bool = False) -> tuple[Tensor, Tensor]:
 
 def _rows_of(weight_I: Tensor | None, bias_I: Tensor | None, features: int) -> Tensor:
     """Copies of both: another module's parameters may be gone by the backward (fully_shard)."""
-    weight_I = torch.ones(features) if weight_I is None else weight_I.detach()
-    return torch.stack((weight_I, torch.zeros(features) if bias_I is None else bias_I.detach()))
+    weight_I = torch.ones(features, dtype=torch.float32) if weight_I is None else weight_I.detach()
+    return torch.stack((weight_I, torch.zeros(features, dtype=torch.float32) if bias_I is None else bias_I.detach()))
 
 
 def rounded(x_TO: Tensor, bias_O: Tensor | None) -> Tensor:

@@ -122,7 +122,7 @@ class Int16Call(Call):
         out: Tensor | None = None,
         plus: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        y = torch.empty(rows.vectors, weight.out_features) if out is None else out
+        y = torch.empty(rows.vectors, weight.out_features, dtype=torch.float32) if out is None else out
         panels = weight.panels()
         for part in _parts(weight.out_features):
             bias = None if bias_O is None else bias_O[part]

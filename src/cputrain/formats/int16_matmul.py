@@ -181,7 +181,7 @@ def product(
     if out is None:
         if accumulate:
             raise ValueError("product: accumulate needs an `out` to add to.")
-        out = torch.empty(left.vectors, right.vectors)
+        out = torch.empty(left.vectors, right.vectors, dtype=torch.float32)
     require("product", (right.vectors,), bias=bias)
     place, stride = rows_of("product: out", out, (left.vectors, right.vectors))
     if stride < right.vectors and left.vectors > 1:

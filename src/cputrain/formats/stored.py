@@ -94,7 +94,7 @@ class Stored:
 
     def unpacked(self, out: Tensor | None = None) -> Tensor:
         """All of it as floats."""
-        out = torch.empty(self.rows, self.cols) if out is None else out
+        out = torch.empty(self.rows, self.cols, dtype=torch.float32) if out is None else out
         weight = self.native()
         place = address("stored weight: out", out, self.rows * self.cols)
         native.kernels().unpack_weight(ctypes.addressof(weight), place, self.rows, self.cols)

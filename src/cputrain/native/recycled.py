@@ -34,13 +34,13 @@ _lock = threading.Lock()
 
 
 def zeros(rows: int, cols: int) -> Tensor:
-    """As `torch.zeros(rows, cols)`."""
+    """As torch's, in fp32."""
     size = 4 * rows * cols
     if not _WORTHWHILE <= size <= MOST_KEPT:
-        return torch.zeros(rows, cols)
+        return torch.zeros(rows, cols, dtype=torch.float32)
     with _lock:
         whole = torch.frombuffer(_block(size), dtype=torch.float32)
-    return torch.empty(0).set_(whole.untyped_storage(), 0, (rows, cols)).zero_()
+    return torch.empty(0, dtype=torch.float32).set_(whole.untyped_storage(), 0, (rows, cols)).zero_()
 
 
 def clear() -> None:

@@ -138,7 +138,8 @@ def run(
 
 
 def _with_equal_shares(tokens: int, share: float, has_grads: bool) -> PerToken:
-    return PerToken(torch.empty(tokens), grads=torch.full((tokens,), share) if has_grads else None)
+    grads = torch.full((tokens,), share, dtype=torch.float32) if has_grads else None
+    return PerToken(torch.empty(tokens, dtype=torch.float32), grads=grads)
 
 
 class _SummedLoss(torch.autograd.Function):

@@ -7,6 +7,7 @@ model; so do vectors and buffers, which are small. What goes in and comes out ha
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -49,6 +50,8 @@ def why_not(model: nn.Module) -> str | None:
     """Why activations can't be fp32 inside: other code would multiply them with a frozen matrix of another dtype."""
     if any(isinstance(part, DistributedDataParallel) for part in model.modules()):
         return "DistributedDataParallel has its parameters already: call optimize before"
+    if (release := _earlier_transformers(model)) is not None:
+        return f"models of transformers {release} look at their parameters' dtype themselves: 5.0 or later is needed"
     frozen = False
     for part in model.modules():
         if any(is_half(p) and p.dim() > 1 and not p.requires_grad for p in part._parameters.values() if p is not None):
@@ -57,6 +60,14 @@ def why_not(model: nn.Module) -> str | None:
                 return f"frozen weights of {type(part).__name__} are multiplied by its own code"
     reader = next(filter(_reads_weights, model.modules()), None) if frozen else None
     return None if reader is None else f"the code of {type(reader).__name__} reads weights of its parts by itself"
+
+
+def _earlier_transformers(model: nn.Module) -> str | None:
+    """Its release, if models of it make masks and numbers in the dtype of their parameters, whatever the input's is."""
+    library = sys.modules.get("transformers")
+    release = str(getattr(library, "__version__", "5"))
+    is_theirs = any(type(part).__module__.startswith("transformers.") for part in model.modules())
+    return release if is_theirs and int(release.partition(".")[0]) < 5 else None
 
 
 def _reads_weights(module: nn.Module) -> bool:
