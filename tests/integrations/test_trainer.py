@@ -239,7 +239,7 @@ def test_bf16_never_enters_autocast(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len([line for line in caplog.messages if line.startswith("the script asks for bf16, ")]) == 1
 
 
-@pytest.mark.skipif(int(transformers.__version__.partition(".")[0]) < 5, reason="served from transformers 5 on")
+@pytest.mark.skipif(int(stock.__version__.partition(".")[0]) < 5, reason="served from transformers 5 on")
 def test_a_model_loaded_in_bf16_is_saved_as_fp32_and_resumes_exactly(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4}
     whole = trainer("ours", tmp_path, options, model=bert().to(torch.bfloat16))
