@@ -239,14 +239,15 @@ def test_bf16_never_enters_autocast(tmp_path: Path, caplog: pytest.LogCaptureFix
     assert len([line for line in caplog.messages if line.startswith("the script asks for bf16, ")]) == 1
 
 
-@pytest.mark.skipif(int(stock.__version__.partition(".")[0]) < 5, reason="served from transformers 5 on")
 def test_a_model_loaded_in_bf16_is_saved_as_fp32_and_resumes_exactly(tmp_path: Path) -> None:
     options = {"save_strategy": "steps", "save_steps": 4}
     whole = trainer("ours", tmp_path, options, model=bert().to(torch.bfloat16))
     whole.train()
     weights = load_file(tmp_path / "ours" / "checkpoint-4" / "model.safetensors")
-    assert {weight.dtype for weight in weights.values()} == {torch.float32}
+    is_served = int(stock.__version__.partition(".")[0]) >= 5  # earlier releases keep what was loaded
+    dtype = torch.float32 if is_served else torch.bfloat16
+    assert {weight.dtype for weight in weights.values()} == {dtype}
     again = trainer("ours", tmp_path, options, model=bert().to(torch.bfloat16))
     again.train(resume_from_checkpoint=str(tmp_path / "ours" / "checkpoint-4"))
     for one, other in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert one.dtype == torch.float32 and torch.equal(one, other)
+        assert one.dtype == dtype and torch.equal(one, other)

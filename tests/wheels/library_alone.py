@@ -25,8 +25,8 @@ _int, _pointer = ctypes.c_int64, ctypes.c_void_p
 class Operand(ctypes.Structure):
     """Int16Operand of csrc/api.h."""
 
-    _fields_ = [(name, _int if name in ("bf16", "stride", "by_columns") else _pointer)
-                for name in ("source", "bf16", "stride", "by_columns", "sums", "packed")]  # fmt: skip
+    _fields_ = [(name, _int if name in ("kind", "stride", "by_columns") else _pointer)
+                for name in ("source", "kind", "stride", "by_columns", "sums", "packed")]  # fmt: skip
 
 
 class Scratch(ctypes.Structure):
@@ -67,7 +67,7 @@ def multiply(library: ctypes.CDLL, isa: str, left: list[list[float]], right: lis
     out, scratch = (ctypes.c_float * (ROWS * COLS))(), Scratch(None, 0, 0)
     sizes = [_int(number) for number in (COLS, ROWS, COLS, DEPTH)]
     product = getattr(library, f"cputrain_int16_product_{isa}")
-    arguments = [*map(ctypes.byref, sides), out, *sizes, None, _int(0), ctypes.byref(scratch)]
+    arguments = [*map(ctypes.byref, sides), out, *sizes, None, None, _int(0), ctypes.byref(scratch)]
     product(*arguments)  # the first call says how much working memory is needed
     memory = Memory(scratch.needed)
     scratch.data, scratch.bytes = memory.address, scratch.needed
