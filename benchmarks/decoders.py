@@ -196,7 +196,9 @@ def side(name: str, settings: dict[str, Any]) -> None:
     def alone(tokens: int) -> dict[str, Any]:
         return {"seconds": products(tokens) if products and name == "ours" else 0.0}
 
-    memory = lambda: {"mb": interleaved.peak_memory_mb() - before}  # noqa: E731
+    def memory() -> dict[str, Any]:
+        return {"mb": interleaved.peak_memory_mb() - before}
+
     interleaved.serve({"step": step, "memory": memory, "products": alone})
 
 

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from cputrain import memory
-from cputrain.hardware import this_machine
+from cputrain import memory, process_memory
 
 # Tokens of the longer batch: enough for products to be as fast as in a whole one.
 _MOST_TOKENS = 512
@@ -69,20 +66,22 @@ def estimate(
     rows, length = _shape(batch)
     small, large = _sizes(rows, length)
     with _undone(model):
-        _forget_peak()
+        memory.give_back()  # loading may have needed more than training will
+        process_memory.forget_peak()
         _train_on(model, _part(batch, *small))
-        low = _peak()
+        low = process_memory.peak()
         _train_on(model, _part(batch, *large))
-        high = _peak()
+        high = process_memory.peak()
         began = time.perf_counter()
         _train_on(model, _part(batch, *large))
         seconds = time.perf_counter() - began
         update = 0.0 if optimizer is None else _OPTIMIZER_PASSES * _seconds_of_a_pass(model)
     tokens, known, fewer = rows * length, large[0] * large[1], small[0] * small[1]
     per_token = (high - low) / (known - fewer) if known > fewer else 0.0
+    usable = process_memory.resident() + process_memory.available()
     state = 0 if optimizer is None else _state_to_come(optimizer)
     whole = seconds * tokens / known + update / accumulated
-    return Estimate(rows, length, tokens / whole, int(high + per_token * (tokens - known)) + state, _usable())
+    return Estimate(rows, length, tokens / whole, int(high + per_token * (tokens - known)) + state, usable)
 
 
 def _shape(batch: Mapping[str, Any]) -> tuple[int, int]:
@@ -154,26 +153,3 @@ def _moments(group: Mapping[str, Any]) -> int:
 
 def _bytes(parameters: Iterable[Tensor]) -> int:
     return sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
-
-
-def _forget_peak() -> None:
-    """Loading may have needed more than training will. Where the kernel doesn't forget, its peak is a lower bound."""
-    memory.give_back()
-    with suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")
-
-
-def _peak() -> int:
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:  # no Linux
-        lines = []
-    found = [int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")]
-    return found[0] if found else psutil.Process().memory_info().rss
-
-
-def _usable() -> int:
-    """What is free, with what this process has already, within a container's limit."""
-    free = psutil.virtual_memory().available + psutil.Process().memory_info().rss
-    limit = this_machine().usable_memory.value
-    return free if limit is None else min(free, limit)

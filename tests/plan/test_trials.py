@@ -11,8 +11,9 @@ import pytest
 import torch
 import transformers
 
+from cputrain import process_memory
 from cputrain.kernel_files import Tree
-from cputrain.trials import memory, models
+from cputrain.trials import models
 from cputrain.trials.jobs import KNOWN, Job, depth, with_layers
 from cputrain.trials.worker import Training, Worker, _answering
 
@@ -158,7 +159,7 @@ MEMINFO = {"/proc/meminfo": "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"}
 
 
 def test_what_a_trial_may_take_is_what_the_machine_has_left(tmp_path: Path) -> None:
-    assert memory.available(tree_of(tmp_path, MEMINFO)) == memory.free(Tree(tmp_path)) == 8000 * 1024
+    assert process_memory.available(tree_of(tmp_path, MEMINFO)) == process_memory.free(Tree(tmp_path)) == 8000 * 1024
 
 
 @pytest.mark.parametrize(
@@ -175,15 +176,15 @@ def test_or_what_its_control_group_has_left(tmp_path: Path, folder: str, limit: 
         f"{folder}/memory.stat": f"x 1\n{cache} 500",
     }
     tree = tree_of(tmp_path, MEMINFO | files)
-    assert memory.available(tree) == 3_000_500 and memory.free(tree) == 8000 * 1024
+    assert process_memory.available(tree) == 3_000_500 and process_memory.free(tree) == 8000 * 1024
     tree_of(tmp_path, {f"{folder}/{used}": "9000000"})
-    assert memory.available(tree) == 0
+    assert process_memory.available(tree) == 0
 
 
 def test_an_allocation_beyond_what_is_allowed_fails_by_itself() -> None:
     """In a process of its own: the limit stays."""
     code = (
-        "import torch\nfrom cputrain.trials import memory\nmemory.allow(50 << 20)\n"
+        "import torch\nfrom cputrain import process_memory\nprocess_memory.allow(50 << 20)\n"
         "torch.empty(5 << 20)\ntorch.empty(50 << 20)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -39,17 +39,17 @@ def batch(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 TRY = """
 import torch, cputrain
-from cputrain import estimation
+from cputrain import estimation, process_memory
 from tests.unit.test_estimation import Wide, batch
 
 model = Wide()
 optimizer = torch.optim.AdamW(model.parameters())
-start, whole = estimation._peak(), batch({rows}, {length})
+start, whole = process_memory.peak(), batch({rows}, {length})
 found = cputrain.estimate(model, whole, optimizer)
 assert found.fits and found.tokens_per_second > 0
 model(**whole).loss.backward()
 optimizer.step()
-print(found.peak - start, estimation._peak() - start)
+print(found.peak - start, process_memory.peak() - start)
 """
 
 

@@ -26,7 +26,8 @@ MAY_IMPORT = {
     "secrets_in_clear": [],
     "user_folders": ["settings"],
     "output_folder": [],
-    "record": ["hardware", "secrets_in_clear", "output_folder"],
+    "process_memory": ["kernel_files", "memory"],
+    "record": ["hardware", "secrets_in_clear", "output_folder", "process_memory"],
     "native": ["hardware"],
     "measurements": ["hardware", "user_folders"],
     "formats": ["native", "measurements"],
@@ -37,7 +38,7 @@ MAY_IMPORT = {
     "blocks": ["patching"],
     "optimizers": ["native"],
     "explanation": ["blocks"],
-    "estimation": ["hardware", "memory"],
+    "estimation": ["process_memory"],
     "api": ["explanation", "memory", "optimizers"],  # "optimize" is the function's name
     "distributed": ["native", "keep_alive", "authentication", "blame", "user_folders"],
     "launch": [

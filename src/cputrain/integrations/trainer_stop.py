@@ -43,7 +43,7 @@ class StoppingTrainer:
 
 
 def _can_save(trainer: Any) -> bool:
-    """A script that wants no checkpoints gets none, unless somebody asked for resumption; and what isn't ours stays."""
+    """Whether a stop may write a checkpoint: the script saves, or the user asked for resumption, and ours does it."""
     arguments = trainer.args
     wants = str(getattr(arguments.save_strategy, "value", arguments.save_strategy)) != "no"
     asked = settings.value_of(settings.RESUME) not in ("", "never") or settings.seconds_between_saves()

@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cputrain import hardware
+from cputrain import hardware, process_memory
 from cputrain.plan import measure, nodes, profile, seen
 from cputrain.plan.estimate import Estimate, Parts, Step
 from cputrain.plan.measure import NoMemoryError, Ranks, Say
 from cputrain.plan.measured import Measured
 from cputrain.plan.profile import Profile
-from cputrain.trials import memory
 from cputrain.trials.jobs import Job
 
 _DTYPES = ("fp32", "int16", "bf16")
@@ -108,7 +107,7 @@ def _limit(question: Question, known: Profile | None) -> tuple[float, str]:
         return question.memory, "--memory"
     if known is not None:
         return float(known.machine.get("memory") or 0), "the profile's machine"
-    allowed, free = hardware.this_machine().usable_memory, memory.free()
+    allowed, free = hardware.this_machine().usable_memory, process_memory.free()
     if allowed.value is not None and allowed.value <= free:
         return allowed.value, allowed.source
     return free, "free now"

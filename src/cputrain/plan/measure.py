@@ -13,9 +13,9 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from cputrain import hardware
+from cputrain import hardware, process_memory
 from cputrain.plan.measured import BYTES, SECONDS, WIDE, Measured
-from cputrain.trials import memory, turns
+from cputrain.trials import turns
 from cputrain.trials.jobs import Job
 from cputrain.trials.turns import Answer, Side
 
@@ -172,13 +172,13 @@ class _Trials:
     def _room(self, one: dict[str, float], two: dict[str, float]) -> int:
         """How many layers there is certainly room for: half of what is free."""
         each = max(two["peak"] - one["peak"], 1.0)
-        return max(2, int(0.5 * memory.available() / self.ranks / each))
+        return max(2, int(0.5 * process_memory.available() / self.ranks / each))
 
     def _wide(self, row: list[dict[str, float]], layers: int) -> dict[str, float] | None:
         """A step with as many sequences as time and memory allow: few sequences tell little about many."""
         taken, most = sum(row[1][name] for name in SECONDS), self.sequences[1]
         of_one = max((row[1]["peak"] - row[0]["peak"]) / (most - self.sequences[0]), row[1]["saved"] / most, 1.0)
-        room = _WIDE_SHARE * memory.available() / self.ranks / of_one
+        room = _WIDE_SHARE * process_memory.available() / self.ranks / of_one
         wide = int(min(_WIDE * most, most * _WIDE_SECONDS / taken, room))
         if wide < 2 * most:
             return None

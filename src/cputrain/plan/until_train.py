@@ -49,7 +49,8 @@ def _end(trainer: Any, folder: Path) -> NoReturn:
 def _found(trainer: Any, folder: Path) -> dict[str, Any]:
     import transformers
 
-    from cputrain.trials import memory, models
+    from cputrain import process_memory
+    from cputrain.trials import models
 
     args, model = trainer.args, trainer.model
     adapters = getattr(model, "peft_config", None)
@@ -59,7 +60,7 @@ def _found(trainer: Any, folder: Path) -> dict[str, Any]:
         raise ValueError(f"plan tries models of transformers' own classes; this script trains a {architecture}.")
     config = models.plain(base.config)
     stored = sum(p.numel() * p.element_size() for p in model.parameters())
-    resident = memory.resident() - stored
+    resident = process_memory.resident() - stored
     job = {
         "name": str(getattr(base.config, "_name_or_path", "") or architecture),
         "config": config,

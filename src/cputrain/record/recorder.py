@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from cputrain import output_folder
+from cputrain import output_folder, process_memory
 from cputrain.log import logger
 from cputrain.record.lines import Lines
 from cputrain.secrets_in_clear import shown_value
@@ -20,7 +19,6 @@ PHASES = ("data", "forward", "backward", "communication", "optimizer", "checkpoi
 BESIDE = "communication"
 _LEAST_SECONDS = 1.0
 _MOST_EVENTS = 1000
-_PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def path_of(output: str | Path, rank: int) -> Path:
@@ -47,7 +45,7 @@ class Steps:
         found |= {"lr": rate} if rate is not None else {}
         found |= {"real": self.real, "padded": self.padded} if self.padded else {}
         found |= {"gflop": round(self.gflop, 3)} if self.gflop else {}
-        return {**found, "rss": resident(), "phases": phases}
+        return {**found, "rss": process_memory.resident(), "phases": phases}
 
 
 class Recorder:
@@ -119,7 +117,12 @@ class Recorder:
             self._now.seconds = max(self._now.seconds, self._now.measured())  # a checkpoint after the last step
             self._write_steps(moment, None)
         if self._lines is not None:
-            end = {"t": round(moment - self._began, 3), "step": self.step_number, "how": how, "peak": peak_resident()}
+            end = {
+                "t": round(moment - self._began, 3),
+                "step": self.step_number,
+                "how": how,
+                "peak": process_memory.peak(),
+            }
             self._lines.write({"kind": "end", **end})
             self._lines.close()
             self._lines = None
@@ -144,20 +147,3 @@ class _Events(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._recorder.event(record.levelname.lower(), shown_value(record.getMessage())[:2000])
-
-
-def resident() -> int:
-    """Bytes of memory that this process has now; 0 where the kernel doesn't say."""
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * _PAGE
-    except (OSError, IndexError, ValueError):
-        return 0
-
-
-def peak_resident() -> int:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return 0
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

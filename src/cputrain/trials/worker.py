@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from cputrain.trials import memory, models, turns
+from cputrain import process_memory
+from cputrain.trials import models, turns
 from cputrain.trials.jobs import Job, from_answer
 from cputrain.trials.turns import Answer
 
@@ -28,7 +29,7 @@ class Training:
 
     def __init__(self, job: Job, layers: int) -> None:
         models.load(job)
-        self.before = memory.resident(), memory.in_use()
+        self.before = process_memory.resident(), process_memory.in_use()
         self.job, self.seen = job, 0
         self.model = models.build(job, layers)
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -53,13 +54,13 @@ class Training:
         torch.manual_seed(self.seen)
         self.seen += 1
         batch = models.batch(self.job, self.model, sequences)
-        times, at_rest = [time.perf_counter()], memory.in_use()
+        times, at_rest = [time.perf_counter()], process_memory.in_use()
         loss = self.model(**batch).loss
         times.append(time.perf_counter())
-        forward = memory.in_use()
+        forward = process_memory.in_use()
         loss.backward()
         times.append(time.perf_counter())
-        backward = memory.in_use()
+        backward = process_memory.in_use()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -76,10 +77,10 @@ class Training:
 
     def measured(self, sequences: int, steps: int) -> Answer:
         """The last of some steps, and the peak of all."""
-        memory.forget_peak()
+        process_memory.forget_peak()
         for _ in range(steps - 1):
             self.step(sequences)
-        return {**self.step(sequences), "peak": memory.peak()}
+        return {**self.step(sequences), "peak": process_memory.peak()}
 
 
 class Worker:
@@ -89,7 +90,7 @@ class Worker:
     def build(self, job: Answer, layers: int, share: float) -> Answer:
         """`share`: of the memory that is free, what this process may take."""
         self.drop()
-        memory.allow(int(share * memory.available()))
+        process_memory.allow(int(share * process_memory.available()))
         self.training = Training(from_answer(job), layers)
         return self.training.described()
 
@@ -103,14 +104,13 @@ class Worker:
 
     def drop(self) -> Answer:
         """What the last model had goes back to the kernel."""
-        from cputrain import api
-        from cputrain import memory as allocator
+        from cputrain import api, memory
 
         if self.training is not None and self.training.job.dtype != "stock":
             api.restore(self.training.model)
         self.training = None
         gc.collect()
-        allocator.release()
+        memory.release()
         return {}
 
 

@@ -149,7 +149,7 @@ def test_values_are_computed_once_and_connected_wherever_they_were_read_first():
 
 
 def test_code_in_c_that_reads_first_takes_no_gradients_away():
-    """It gets values below autograd, which are nobody else's."""
+    """It gets values without a graph; a later use must not get these."""
     head = Head()
     logits = head.lazy()
     with torch._C.DisableTorchFunctionSubclass():

@@ -27,10 +27,9 @@ class _Mallinfo(ctypes.Structure):
 
 
 def _status(name: str) -> int:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(f"{name}:"):
-            return int(line.split()[1]) * 1024
-    return 0
+    """0 where the kernel doesn't say."""
+    found = re.search(rf"^{name}:\s+(\d+) kB", _REAL.read("/proc/self/status") or "", re.MULTILINE)
+    return int(found[1]) * 1024 if found else 0
 
 
 def resident() -> int:
