@@ -54,3 +54,16 @@ def in_bf16(model, batch):
             return m(**batch).loss
 
     return gradients(copy.deepcopy(model), loss)
+
+
+def with_loss(model: nn.Module, batch: dict) -> Gradients:
+    """Of a model that computes its own loss, and that loss."""
+    losses: list[Tensor] = []
+    found = gradients(model, lambda m: losses.append(m(**batch).loss) or losses[0])
+    return found | {"loss": losses[0].detach().double()}
+
+
+def worst(found: Gradients, exact: Gradients) -> float:
+    """The largest error of a tensor, as a part of it."""
+    assert found.keys() == exact.keys()
+    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)

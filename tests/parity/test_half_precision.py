@@ -15,6 +15,7 @@ import cputrain
 from cputrain.blocks import head
 from cputrain.blocks.lazy_logits import LazyLogits
 from tests.parity import releases
+from tests.parity.gradients import with_loss, worst
 from tests.parity.small import what_runs
 
 if not releases.SERVES_HALF_PRECISION:
@@ -45,16 +46,7 @@ def loaded(kind: str = "Llama", dtype: torch.dtype = torch.bfloat16, lora: bool 
 
 
 def gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss = model(**BATCH).loss
-    loss.backward()
-    found = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": loss.detach().double()}
-
-
-def worst(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == exact.keys()
-    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
+    return with_loss(model, BATCH)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -18,6 +18,7 @@ from torch import nn
 import cputrain
 from cputrain.blocks import quantised
 from tests.parity import releases
+from tests.parity.gradients import with_loss, worst
 from tests.parity.small import what_runs
 
 if not releases.SERVES_HALF_PRECISION:
@@ -108,16 +109,7 @@ def loaded(checkpoint: str, prepared: bool = True, **quantising) -> nn.Module:
 
 
 def step(model: nn.Module) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss = model(**BATCH).loss
-    loss.backward()
-    found = {n: p.grad.double() for n, p in model.named_parameters() if p.grad is not None}
-    return found | {"loss": loss.detach().double()}
-
-
-def worst(found: dict[str, torch.Tensor], exact: dict[str, torch.Tensor]) -> float:
-    assert found.keys() == exact.keys()
-    return max(((found[name] - exact[name]).norm() / exact[name].norm()).item() for name in exact)
+    return with_loss(model, BATCH)
 
 
 def unpacked(model: nn.Module, values) -> nn.Module:
