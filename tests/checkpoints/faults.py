@@ -33,10 +33,11 @@ def content(step: int, file: str) -> bytes:
 
 
 def save(output: Output, step: int, between: Callable[[], object] = lambda: None) -> bool:
-    """In halves, so that a file can be cut short by what happens `between`."""
-    with Writing(output, f"checkpoint-{step}", step) as writing:
+    """In halves, so that a file can be cut short by what happens `between`; a thread finishes every second one."""
+    with Writing(output, f"checkpoint-{step}", step, later=step % 2 == 0) as writing:
         for file in FILES:
             writing.write(lambda file=file: _write(writing.folder / file, content(step, file), between))
+    writing.wait()
     return writing.saved
 
 

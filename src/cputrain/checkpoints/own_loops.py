@@ -59,6 +59,7 @@ class Checkpoints:
         self._before: state.State | None = None
         run = resume.name_of_run(Path(folder))
         self._output = Output.take(folder, run, keep)
+        self._on_its_way: Writing | None = None
         self._path = resume.chosen(self._output.path, run, self._fits)
         if self._path is not None:
             self._resume(self._path)
@@ -136,6 +137,7 @@ class Checkpoints:
             for batch in batches:
                 self._batch += 1
                 yield batch
+        self._wait()  # what follows may look into the folder
 
     # --- Saving ---------------------------------------------------------------------------------------------------
 
@@ -145,23 +147,35 @@ class Checkpoints:
         blame.note_step(self.steps)
         due = self._due() if self._due is not None else self.steps % self._every == 0
         stops = stop.agreed()
-        if due or stops:
-            self.save()
         if stops:
+            self.save()
             stop.end()
+        if due:
+            self._write(later=True)
 
     def save(self) -> bool:
         """Now, on all ranks. False if it couldn't be written: then the training goes on."""
+        return self._write(later=False).saved
+
+    def _write(self, *, later: bool) -> Writing:
+        """`later`: the disk may take its time; a training that ends meanwhile waits for it."""
+        self._wait()
         parts = {name: part for name, part in self._parts.items() if part is not None}
         saved = {name: part.state_dict() for name, part in parts.items()} if self._output.leads else {}
         name = f"checkpoint-{self.steps}"
-        with Writing(self._output, name, self.steps, room=sum(map(_bytes, saved.values()))) as writing:
+        room = sum(map(_bytes, saved.values()))
+        with Writing(self._output, name, self.steps, room=room, later=later) as writing:
             for file, content in saved.items():
                 writing.write(lambda file=file, content=content: torch.save(content, writing.folder / file))  # type: ignore[misc]
             writing.write(lambda: state.write(writing.folder, self._now()))
         if self._due is not None:
             self._due.saved()
-        return writing.saved
+        self._on_its_way = writing if later else None
+        return writing
+
+    def _wait(self) -> None:
+        if self._on_its_way is not None:
+            self._on_its_way.wait()
 
     def _now(self) -> state.State:
         return {

@@ -5,6 +5,9 @@
         writing.write(lambda: torch.save(…, writing.folder / "optimizer.pt"))
     writing.saved                                                    whether it is there, the same on all ranks
 
+With `later=True` the files are written, into the system's cache, when the block ends; a thread sums them up, flushes
+them to the disk and gives the checkpoint its name. `wait`, of all ranks, has to come before the next one.
+
 What can't be written (a full disk, a read-only one) leaves the training running, with one line. Ranks that don't see
 rank 0's folder have a disk of their own: there the first of them gives the checkpoint its name.
 """
@@ -12,10 +15,12 @@ rank 0's folder have a disk of their own: there the first of them gives the chec
 from __future__ import annotations
 
 import errno
+import os
 import secrets
 import shutil
 import socket
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import TracebackType
 
@@ -52,6 +57,7 @@ class Output:
     ) -> Output:
         """Of all ranks. Takes the folder from an older writer, and finishes what it left."""
         output = cls(Path(path), run, keep, spared)
+        wait(tuple(_in_threads))  # of a training that failed in this process
         if ranks.number() == 0:
             output._take()
         name = ranks.of_first(output.lock.name if output.lock else "")
@@ -87,12 +93,16 @@ class Output:
 class Writing:
     """One checkpoint on its way."""
 
-    def __init__(self, output: Output, name: str, step: int, *, by_time: bool = False, room: int = 0) -> None:
+    def __init__(
+        self, output: Output, name: str, step: int, *, by_time: bool = False, room: int = 0, later: bool = False
+    ) -> None:
         """`room`: bytes that it will take at least."""
         self.target = output.path / name
         self.saved = False
-        self._output, self._step, self._by_time = output, step, by_time
+        self._output, self._step, self._by_time, self._later = output, step, by_time, later
         self._error = ""
+        self._was_said = self._has_ended = False
+        self._superseded: Callable[[], str] = str  # by which writer, or an empty string; waits for the thread
         self._staging = output_folder.path(output.path) / folder.STAGING / ranks.of_first(secrets.token_hex(8))
         self.folder = self._staging / name
         if output.leads:
@@ -128,11 +138,25 @@ class Writing:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         if kind is None:
             self._agree()
-            superseded = self._finish() if self._output.leads else ""
-            self._agree()
-            self._end(next(filter(None, ranks.of_all(superseded)), ""))
+            if self._output.leads:
+                self._superseded = _in_thread(self._finish) if self._later else self._finish
+            if not self._later:
+                self.wait()
         elif self._output.leads:
             shutil.rmtree(self._staging, ignore_errors=True)
+
+    def wait(self) -> None:
+        """Of all ranks: until it has its name, or can't have it."""
+        if self._has_ended:
+            return
+        self._has_ended = True
+        superseded = self._superseded()
+        self._agree()
+        if lost := next(filter(None, ranks.of_all(superseded)), ""):
+            raise Superseded(lost)
+        self.saved = not self._error
+        if self._error and ranks.number() == 0:
+            self._say_why()
 
     def _agree(self) -> None:
         """All have come this far; what failed on one has failed."""
@@ -140,6 +164,14 @@ class Writing:
 
     def _finish(self) -> str:
         """Why this writer is to stop, or nothing. The other one may be the reason that a write failed."""
+        failed_before = self.failed
+        superseded = self._named_or_superseded()
+        shutil.rmtree(self._staging, ignore_errors=True)
+        if self._error and not superseded and (ranks.number() == 0 or not failed_before):
+            self._say_why()  # here: a program may end without waiting
+        return superseded
+
+    def _named_or_superseded(self) -> str:
         try:
             self.write(self._name)
             if self._error and self._output.lock is not None:
@@ -162,11 +194,23 @@ class Writing:
             folder.put_in_place(output.path, self.folder, self.target)
             folder.rotate(output.path, output.run, output.keep, [*output.spared(), self.target])
 
-    def _end(self, superseded: str) -> None:
-        if self._output.leads:
-            shutil.rmtree(self._staging, ignore_errors=True)
-        if superseded:
-            raise Superseded(superseded)
-        self.saved = not self._error
-        if self._error and ranks.number() == 0:
+    def _say_why(self) -> None:
+        if not self._was_said:
+            self._was_said = True
             logger.error("%s was not saved, the training goes on: %s", self.target, self._error)
+
+
+_in_threads: set[Future[str]] = set()
+
+
+def _in_thread(work: Callable[[], str]) -> Callable[[], str]:
+    """It ends before the process does. A thread of its own each time: a process that is forked has none of a pool's."""
+    executor = ThreadPoolExecutor(1)
+    future = executor.submit(work)
+    executor.shutdown(wait=False)
+    _in_threads.add(future)
+    future.add_done_callback(_in_threads.discard)
+    return future.result
+
+
+os.register_at_fork(after_in_child=_in_threads.clear)

@@ -43,7 +43,9 @@ class CheckpointingTrainer:
         callback = _Callback(self._session)
         self.add_callback(callback)  # type: ignore[attr-defined]
         try:
-            return super().train(self._session.path, *args, **kwargs)  # type: ignore[misc]
+            answer = super().train(self._session.path, *args, **kwargs)  # type: ignore[misc]
+            self._session.wait()
+            return answer
         except Superseded as lost:
             raise Refused(str(lost)) from None
         finally:
@@ -53,8 +55,14 @@ class CheckpointingTrainer:
 
     @property
     def checkpoint_to_go_back_to(self) -> str | None:
-        """The last one that this training has saved, or began with."""
+        """The last one that this training has saved, or began with; to be asked by all ranks."""
+        self.wait_for_checkpoint()
         return self._session.last if self._session is not None else None
+
+    def wait_for_checkpoint(self) -> None:
+        """Of all ranks: until the one that is on its way to the disk is there."""
+        if self._session is not None:
+            self._session.wait()
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
@@ -138,6 +146,7 @@ class Session:
             say_once("save_only_model: its checkpoints have no optimizer state, and the training can't go on from them")
         self.by_time = self.pushes = False
         self.writing: Writing | None = None
+        self._on_its_way: Writing | None = None
         self.window: torch.Tensor | None = None  # losses since they were logged
         self._earlier: float | None = None  # … of them those before the checkpoint
         self._epoch_random: Any = None  # when the epoch began
@@ -223,22 +232,35 @@ class Session:
 
     def save(self, stock: Callable[[], None]) -> str | None:
         """Returns the folder if stock wanted it pushed to a hub."""
+        self.wait()
         trainer, self.pushes = self.trainer, False
         step, before = trainer.state.global_step, trainer.state.best_model_checkpoint
-        name = f"checkpoint-{step}"
-        with Writing(self._output, name, step, by_time=self.by_time, room=_room(trainer)) as self.writing:
+        name, room, later = f"checkpoint-{step}", _room(trainer), _may_take_its_time(trainer)
+        with Writing(self._output, name, step, by_time=self.by_time, room=room, later=later) as self.writing:
             with _output_dir(trainer, self.writing.folder.parent):
                 self.writing.write(stock)
             self.writing.write(lambda: self._name_best(before, name))
             self.writing.write(lambda: state.write(self.writing.folder, self._now()))  # type: ignore[union-attr]
-        written, self.writing, self.by_time = self.writing, None, False
-        if written.saved:
-            self.last = str(written.target)
-        else:
-            trainer.state.best_model_checkpoint = before
+        self._on_its_way, self.writing, self.by_time = self.writing, None, False
         if self.due is not None:
             self.due.saved()
-        return str(written.target) if written.saved and self.pushes else None
+        if later:
+            return None
+        written = self.wait()
+        if written is None:
+            trainer.state.best_model_checkpoint = before
+        return written if self.pushes else None
+
+    def wait(self) -> str | None:
+        """Until the last one is there: its folder, or None if it couldn't be written."""
+        written, self._on_its_way = self._on_its_way, None
+        if written is None:
+            return None
+        written.wait()
+        if not written.saved:
+            return None
+        self.last = str(written.target)
+        return self.last
 
     def _name_best(self, before: str | None, name: str) -> None:
         """Stock names the best checkpoint by the folder that it wrote into."""
@@ -286,6 +308,11 @@ class _Callback(TrainerCallback):
             control.should_save = self._session.by_time = True
 
 
+def _is_overridden(trainer: Any, method: str) -> bool:
+    owner = next(kind for kind in type(trainer).__mro__ if method in vars(kind))
+    return method in vars(trainer) or not owner.__module__.startswith("cputrain.")
+
+
 @contextmanager
 def _output_dir(trainer: Any, folder: Path) -> Iterator[None]:
     """While it lasts, that is where stock saves, and where it looks for older checkpoints to remove."""
@@ -294,6 +321,18 @@ def _output_dir(trainer: Any, folder: Path) -> Iterator[None]:
         yield
     finally:
         del trainer.__dict__["_get_output_dir"]
+
+
+def _may_take_its_time(trainer: Any) -> bool:
+    """Whether nothing asks for a checkpoint's folder as soon as it was saved."""
+    arguments = trainer.args
+    overridden = any(_is_overridden(trainer, method) for method in ("_save_checkpoint", "save_model"))
+    best = arguments.load_best_model_at_end or arguments.metric_for_best_model is not None
+    listened_to = any(
+        type(callback).on_save is not TrainerCallback.on_save and not type(callback).__module__.startswith("cputrain.")
+        for callback in trainer.callback_handler.callbacks
+    )
+    return not (overridden or best or arguments.push_to_hub or listened_to)
 
 
 def _restore_callbacks(trainer: Any) -> None:

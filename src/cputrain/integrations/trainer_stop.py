@@ -90,7 +90,7 @@ class _Stop(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._stops:
-            _say(state)
+            self._say()
             stop.end()
 
     def save(self) -> None:
@@ -99,7 +99,7 @@ class _Stop(TrainerCallback):
         trainer._save_checkpoint(trainer.model_wrapped, None)
         self._stops = False
         trainer.control = trainer.callback_handler.on_save(trainer.args, trainer.state, trainer.control)
-        _say(trainer.state)
+        self._say()
 
     def _evaluate(self) -> None:
         """As at the step that was saved: its random state is read again before the first step."""
@@ -108,10 +108,10 @@ class _Stop(TrainerCallback):
             saved = f"{trainer.args.output_dir}/checkpoint-{trainer.state.global_step}"
             trainer.state.best_model_checkpoint = saved if os.path.isdir(saved) else None
 
-
-def _say(state: Any) -> None:
-    if settings.is_first_rank():
-        logger.warning(f"stopped, and saved, after step {state.global_step:,}")
+    def _say(self) -> None:
+        self._trainer.wait_for_checkpoint()
+        if settings.is_first_rank():
+            logger.warning(f"stopped, and saved, after step {self._trainer.state.global_step:,}")
 
 
 class _Position:
