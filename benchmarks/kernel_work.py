@@ -128,6 +128,8 @@ MOVED: dict[str, tuple[str, Callable[..., int]]] = {
     "find_outside": ("norms, embeddings, dropout", lambda ids, count, limit, place: 8 * count),
     "cross_entropy": ("loss", lambda *a: _floats(a[7], a[8], 2)),
     "round_to_bf16": ("packing", lambda x, b, out, rows, cols: _floats(rows, cols, 1.5)),
+    "round_to_int16": ("packing", lambda x, out, rows, cols: _floats(rows, cols, 1.5)),
+    "read_int16": ("packing", lambda kept, out, rows, cols: _floats(rows, cols, 1.5)),
     "read_bf16": ("packing", lambda kept, f, o, out, rows, cols: _floats(rows, cols, 1.5)),
     "int16_pack": (
         "packing",

@@ -75,6 +75,11 @@ CPUTRAIN_EXPORT void KERNEL(round_to_bf16)(const float* x, const float* bias, vo
 CPUTRAIN_EXPORT void KERNEL(read_bf16)(const void* kept, const float* factor, const float* offset,
                                        float* out, int64_t rows, int64_t cols);
 
+// Rows of x in 16-bit integers, 64 of which share a scale: (cols / 64, rounded up) × 66 words to a
+// row; and floats again.
+CPUTRAIN_EXPORT void KERNEL(round_to_int16)(const float* x, void* out, int64_t rows, int64_t cols);
+CPUTRAIN_EXPORT void KERNEL(read_int16)(const void* kept, float* out, int64_t rows, int64_t cols);
+
 // LayerNorm over the last dimension. weight, bias or null; mean and rstd (one of each per row) are
 // for the backward pass. kept (or null) receives the normalised x, before weight and bias.
 CPUTRAIN_EXPORT void KERNEL(layer_norm)(const float* x, const float* weight, const float* bias,

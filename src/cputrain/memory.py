@@ -1,8 +1,9 @@
 """Freed memory stays with the process, so that a training step doesn't ask the kernel for the same buffers again.
 
 glibc gives large blocks back to the kernel when they are freed, and the next step pays for them once more: a page fault
-and 4 KB of zeros at a time. `keep_freed_memory` tells it to keep them, except for those of 32 MB and more. Nothing has
-to be preloaded, and a process that did preload another allocator is left alone.
+and 4 KB of zeros at a time. `keep_freed_memory` tells it to keep them, except for those of 32 MB and more, and torch
+takes its blocks in a way that lets them fit again (csrc/aligned_blocks.cpp). Nothing has to be preloaded, and a process
+that did preload another allocator is left alone.
 """
 
 from __future__ import annotations
@@ -54,6 +55,8 @@ def keep_freed_memory() -> Kept:
         logger.info("freed memory is left to the allocator: %s", found)
         return Kept(False, found)
     _set(_KEEP)
+    if not _blocks_that_fit_again(True):
+        return Kept(True, "glibc keeps freed blocks for reuse; torch's own way to take them leaves gaps")
     return Kept(True, "glibc keeps freed blocks for reuse")
 
 
@@ -61,6 +64,7 @@ def release() -> None:
     """Back to glibc's usual behaviour, and what is free goes back to the kernel."""
     if not why_not():
         _set(_USUAL)
+        _blocks_that_fit_again(False)
         give_back()
 
 
@@ -77,6 +81,16 @@ def _set(options: dict[int, int]) -> None:
             raise RuntimeError(f"glibc refused mallopt({option}, {value})")
 
 
+def _blocks_that_fit_again(ours: bool) -> bool:
+    """Whether torch now takes its blocks from our library, or again from glibc."""
+    from cputrain import native  # here: it imports torch
+
+    try:
+        return native.aligned_blocks("libc10.so", ours)
+    except native.LibraryError:
+        return False
+
+
 def why_not() -> str:
     """Why glibc's malloc can't be told anything here; empty if it can."""
     if sys.platform != "linux":
@@ -86,7 +100,8 @@ def why_not() -> str:
     glibc = _home_of("gnu_get_libc_version")
     # An executable with fixed addresses, as Debian's python3, shows its own entry for malloc, wherever it leads. There
     # is none for what it doesn't call, and every allocator that serves a whole process brings malloc_usable_size.
-    for function, homes in (("malloc", (glibc, _home_of("Py_Initialize"))), ("malloc_usable_size", (glibc,))):
+    own = (glibc, _home_of("Py_Initialize"))
+    for function, homes in (("malloc", own), ("posix_memalign", own), ("malloc_usable_size", (glibc,))):
         if _home_of(function) not in homes:
             return f"another allocator serves this process ({_home_of(function)})"
     return ""

@@ -111,6 +111,28 @@ void bf16(Random& random, int64_t rows, int64_t cols) {
   });
 }
 
+void int16(Random& random, int64_t rows, int64_t cols) {
+  constexpr int64_t kBlock = 64;
+  const int64_t n = rows * cols, blocks = (cols + kBlock - 1) / kBlock;
+  describe("int16", rows, cols, 0);
+  Floats x(random, n);
+  on_every_isa(0, [&](Same& same) {
+    Guarded<int16_t> kept(rows * blocks * (kBlock + 2));
+    Floats out(n);
+    CALL(round_to_int16, x, kept, rows, cols);
+    CALL(read_int16, kept, out, rows, cols);
+    for (int64_t i = 0; i < n; i++) {
+      const int64_t row = i / cols * cols, first = row + (i - row) / kBlock * kBlock;
+      double largest = 0;
+      for (int64_t j = first; j < row + cols && j < first + kBlock; j++)
+        largest = std::max(largest, std::fabs((double)x.data()[j]));
+      expect(std::fabs((double)out[i] - x[i]) <= largest * (0.505 / 32767) + 1e-30,
+             "rounding to 16-bit integers");
+    }
+    same.check(out);
+  });
+}
+
 // What is normalised: y itself, or residual + dropout(y + bias).
 Doubles normed_values(const Floats& y, const float* bias, const Floats& residual, bool joins,
                       const Doubles& factors, int64_t cols) {
@@ -296,6 +318,6 @@ void check_rows(Random& random) {
     const int64_t cols = random.size(600), rows = random.size(cols > 100 ? 40 : 200);
     kernel(random, rows, cols);
   };
-  sizes(dropout), sizes(activation), sizes(gated), sizes(bf16), sizes(norm), sizes(rms_norm),
-      sizes(cross_entropy);
+  sizes(dropout), sizes(activation), sizes(gated), sizes(bf16), sizes(int16), sizes(norm),
+      sizes(rms_norm), sizes(cross_entropy);
 }

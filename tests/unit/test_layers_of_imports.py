@@ -32,7 +32,7 @@ MAY_IMPORT = {
     "measurements": ["hardware", "user_folders"],
     "formats": ["native", "measurements"],
     "ops": ["formats"],
-    "memory": [],
+    "memory": ["native"],
     "padding": ["ops"],
     "patching": ["padding"],
     "blocks": ["patching"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import resource
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from cputrain import memory
+from cputrain import memory, native
 
 MB = 1 << 20
 ROOT = Path(__file__).parents[2]
@@ -51,6 +52,25 @@ def huge_buffers_of_varying_size_cost_no_memory() -> None:
     assert resident() < before + 32 * MB, "12 MB are in use"
 
 
+def freed_blocks_have_room_for_the_next_of_their_sizes() -> None:
+    """Small blocks that stay, as a program's, take what glibc's aligned blocks leave beside them."""
+    memory.keep_freed_memory()
+    rng = random.Random(0)
+    sizes, stays, found = [rng.randrange(1 << 16, 8 * MB) for _ in range(60)], [], []
+    for _step in range(8):
+        blocks = []
+        for size in sizes:
+            blocks.append(torch.ones(size, dtype=torch.uint8))
+            stays += [bytearray(700), torch.ones(6)]
+            assert blocks[-1].data_ptr() % 64 == 0
+        rng.shuffle(blocks)
+        while blocks:
+            blocks.pop()
+        rng.shuffle(sizes)
+        found.append(resident())
+    assert found[-1] < found[0] + 12 * MB, [size // MB for size in found]
+
+
 def release_gives_it_back() -> None:
     memory.keep_freed_memory()
     between = torch.ones(28 * MB, dtype=torch.uint8), torch.ones(28 * MB, dtype=torch.uint8)
@@ -64,7 +84,13 @@ def release_gives_it_back() -> None:
 
 @pytest.mark.skipif(bool(memory.why_not()), reason=memory.why_not())
 @pytest.mark.parametrize(
-    "what", [a_freed_buffer_is_used_again, huge_buffers_of_varying_size_cost_no_memory, release_gives_it_back]
+    "what",
+    [
+        a_freed_buffer_is_used_again,
+        huge_buffers_of_varying_size_cost_no_memory,
+        freed_blocks_have_room_for_the_next_of_their_sizes,
+        release_gives_it_back,
+    ],
 )
 def test_freed_memory(what):
     """In a process of its own: where a buffer goes depends on the holes that earlier tests left."""
@@ -111,6 +137,11 @@ def test_what_isnt_glibcs_is_left_alone(monkeypatch, changed, words):
     assert not record.active
     assert words in record.reason
     memory.release()
+
+
+def test_only_a_loaded_library_that_asks_for_aligned_blocks_is_changed() -> None:
+    assert not native.aligned_blocks("libnone.so", True)
+    assert not native.aligned_blocks(native.LIBRARY.name.replace("native", "other"), True)
 
 
 @pytest.mark.skipif(not os.path.exists("/usr/bin/python3"), reason="there is no python3 of the system's")

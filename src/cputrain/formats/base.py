@@ -96,6 +96,7 @@ class Use(NamedTuple):
     save: bool = True  # the weight's gradient will be asked for
     held: bool = False  # another operator saves x as it is, so that a copy in fewer bits would be one more
     scratch: str = ""  # y is read within this operator only, and may lie in the workspace of that name
+    until_kept: str = ""  # the same, where `Call.keep` makes a copy of y
     as_saved: bool = False  # y is saved for the backward, and comes in the dtype that this format saves
     out: Tensor | None = None  # y's memory
     plus: tuple[Tensor, Tensor] | None = None  # t_TR and b_OR, frozen or not: t bᵀ is added to y
@@ -124,6 +125,10 @@ class Call(ABC):
     @abstractmethod
     def save_input(self, x_TI: Tensor) -> Saved:
         """What the weight's gradient needs of x, for an input that the backward has computed again."""
+
+    def keep(self, y_TM: Tensor) -> Tensor:
+        """A product's raw output as it is saved for the backward; `int16_saving.as_float` gives it back."""
+        return y_TM
 
     def save_output(self, out: Tensor) -> Tensor:
         """What is saved of an operator's output that the next product multiplies."""

@@ -1,6 +1,7 @@
 """int16: products of block-scaled 16-bit integers (int16_matmul.py), watched by a guard (int16_guard.py).
 
-What is saved of an input is its columns as they were packed for the weight's gradient, at half its size.
+What is saved of an input is its columns as they were packed for the weight's gradient, at half its size; raw outputs of
+a feed-forward are saved as 16-bit integers, too.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.formats import int16_matmul as matmul
+from cputrain.formats import int16_saving
 from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use
 from cputrain.formats.fp32 import FP32
 from cputrain.formats.int16_guard import Guard, Watch
@@ -101,7 +103,8 @@ class Int16Call(Call):
 
     def product(self, x: Tensor, weight: Weight, bias: Tensor | None, use: Use) -> tuple[Tensor, Saved]:
         rows, columns = workspace.object_of_thread("input packed last", _Latest).packed(x, use.save)
-        y = self._product(rows, weight, bias, use.out, use.plus)
+        out = workspace.floats(use.until_kept, x.shape[0], weight.out_features) if use.until_kept else use.out
+        y = self._product(rows, weight, bias, out, use.plus)
         if self.watch.looks:
             self.watch.look_at_rows("a forward product", x, weight.looked_at())
         return y, () if columns is None else self._saved(x, columns)
@@ -112,7 +115,10 @@ class Int16Call(Call):
         y = self._product(x.packed(), weight, bias)
         if self.watch.looks:
             self.watch.look_at_rows("a forward product", x.values()[0], weight.looked_at())
-        return y, x.h
+        return y, self.keep(x.h)
+
+    def keep(self, y_TM: Tensor) -> Tensor:
+        return int16_saving.rounded(y_TM)
 
     @staticmethod
     def _product(

@@ -37,6 +37,8 @@ SIGNATURES = {
     "activation_backward": "ppipppp" + "iii" + "s",
     "round_to_bf16": "ppp" + "ii",
     "read_bf16": "pppp" + "ii",
+    "round_to_int16": "ppii",
+    "read_int16": "ppii",
     "attention_forward": "ps",
     "attention_backward": "pps",
     "adam": "ipppppp" + "ddddd" + "is",
@@ -180,6 +182,13 @@ def kernels_of(isa: str) -> SimpleNamespace:
     for name, letters in COLLECTIVES.items():
         setattr(table, name, _bound(f"cputrain_{name}", letters, name))
     return table
+
+
+def aligned_blocks(library: str, ours: bool) -> bool:
+    """Whether this loaded library takes aligned memory from csrc/aligned_blocks.cpp now, or again from glibc."""
+    places = _INT()
+    _bound("cputrain_aligned_blocks", "pip", "aligned_blocks")(library.encode(), ours, ctypes.byref(places))
+    return places.value > 0
 
 
 def _bound(symbol: str, letters: str, description: str) -> Callable:

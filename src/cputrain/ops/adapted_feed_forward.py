@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import FP32, Format
+from cputrain.formats.int16_saving import as_float
 from cputrain.native.operands import require
 from cputrain.ops.activation import plain as activation_plain
 from cputrain.ops.adapted_linear import Adapted, as_given
@@ -39,19 +40,21 @@ class _AdaptedFeedForward(torch.autograd.Function):
     def forward(ctx, x_TH: Tensor, layers: Layers, kind: str, format: Format, *tensors: Tensor | None) -> Tensor:
         ctx.call, ctx.layers, ctx.kind = format.begin(), layers, kind
         gate, up, down = layers.with_tensors(tensors)
-        g_TM, t_gate = gate.forward(ctx.call, x_TH)
-        u_TM, t_up = up.forward(ctx.call, x_TH)
+        g_TM, t_gate = gate.forward(ctx.call, x_TH, until_kept="gate")
+        u_TM, t_up = up.forward(ctx.call, x_TH, until_kept="up")
         y_TH, t_down = down.forward(ctx.call, gated(g_TM, u_TM, kind))
         x_TH = None if t_gate is None and t_up is None else x_TH
-        ctx.save_for_backward(x_TH, g_TM, u_TM, t_gate, t_up, t_down, *tensors)
+        ctx.save_for_backward(x_TH, ctx.call.keep(g_TM), ctx.call.keep(u_TM), t_gate, t_up, t_down, *tensors)
         return y_TH
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_TH: Tensor):
-        x_TH, g_TM, u_TM, t_gate, t_up, t_down, *tensors = ctx.saved_tensors
+        x_TH, kept_g, kept_u, t_gate, t_up, t_down, *tensors = ctx.saved_tensors
         need_x, _, _, _, *wanted = ctx.needs_input_grad
         gate, up, down = ctx.layers.with_tensors(tuple(tensors))
+        g_TM = as_float(kept_g, gate.weight.out_features, "gate")
+        u_TM = as_float(kept_u, up.weight.out_features, "up")
         grad_TH = grad_TH.contiguous()
         last = ctx.call.output_grad(grad_TH, weight=False, bias=wanted[6])
         middle = gated(g_TM, u_TM, ctx.kind) if t_down is not None else None

@@ -6,7 +6,7 @@ gradient; x is saved for A's, unless there is no adapter.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,13 +38,13 @@ class Adapted(NamedTuple):
         parts = a.float().contiguous(), b.float().contiguous()
         return Adapted(self.weight, bias, self.adapter._replace(a_RI=parts[0], b_OR=parts[1]))
 
-    def forward(self, call: Call, x_TI: Tensor, out: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """y, and t of the low-rank path."""
+    def forward(self, call: Call, x_TI: Tensor, **use: Any) -> tuple[Tensor, Tensor | None]:
+        """y, and t of the low-rank path; the options are `Use`'s."""
         if self.adapter is None:
-            return call.forward(x_TI, self.weight, self.bias_O, save=False, out=out)[0], None
+            return call.forward(x_TI, self.weight, self.bias_O, save=False, **use)[0], None
         t_TR = low_rank.down(x_TI, self.adapter)
         plus = (t_TR, self.adapter.b_OR)
-        return call.forward(x_TI, self.weight, self.bias_O, save=False, out=out, plus=plus)[0], t_TR
+        return call.forward(x_TI, self.weight, self.bias_O, save=False, plus=plus, **use)[0], t_TR
 
     def backward(
         self,

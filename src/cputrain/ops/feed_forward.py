@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import FP32, Dense, Format
+from cputrain.formats.int16_saving import as_float
 from cputrain.native import workspace
 from cputrain.native.operands import require, require_linear
 from cputrain.ops.activation import Activated, activation_backward
@@ -24,7 +25,9 @@ from cputrain.ops.norm import norm_backward, residual_norm_forward
 def _two_products(ctx, x_TH, weight1, bias1, weight2, bias2, kind, format, scratch=""):
     """What is saved of x and of the first product's raw output, and the second's output."""
     ctx.kind, ctx.call = kind, format.begin()
-    h_TM, saved = ctx.call.forward(x_TH, Dense(weight1), None, save=ctx.needs_input_grad[1], scratch="middle")
+    h_TM, saved = ctx.call.forward(
+        x_TH, Dense(weight1), None, save=ctx.needs_input_grad[1], scratch="middle", until_kept="raw"
+    )
     y_TH, saved_h = ctx.call.forward_activated(Activated(h_TM, bias1, kind), Dense(weight2), bias2, scratch=scratch)
     return saved, saved_h, y_TH
 
@@ -33,11 +36,12 @@ def _two_products_backward(ctx, grad_y, saved, add_to=None, need_bias2=False):
     """Gradients of x (added to `add_to` if given), weight1, bias1, weight2 and bias2."""
     saved_h, weight1, bias1, weight2, *saved_x = saved
     weight1, weight2 = Dense(weight1), Dense(weight2)
+    h_TM = as_float(saved_h, weight1.out_features, "raw")
     need_x, need_weight1, _, need_weight2 = ctx.needs_input_grad[:4]
     second = ctx.call.output_grad(grad_y, weight=need_weight2, bias=need_bias2)
-    activation = workspace.floats("middle", *saved_h.shape) if need_weight2 else None
+    activation = workspace.floats("middle", *h_TM.shape) if need_weight2 else None
     grad_h, grad_bias1 = activation_backward(
-        second.input(weight2, scratch="middle_grad"), saved_h, bias1, ctx.kind, activation, inplace=True
+        second.input(weight2, scratch="middle_grad"), h_TM, bias1, ctx.kind, activation, inplace=True
     )
     grad_weight1 = grad_weight2 = None
     if activation is not None:

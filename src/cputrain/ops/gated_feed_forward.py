@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cputrain import native
 from cputrain.formats import FP32, Dense, Format
+from cputrain.formats.int16_saving import as_float
 from cputrain.native import workspace
 from cputrain.native.operands import address, require, require_linear
 from cputrain.ops.activation import KINDS
@@ -48,16 +49,17 @@ class _GatedFeedForward(torch.autograd.Function):
     def forward(ctx, x_TH, gate, gate_bias, up, up_bias, down, down_bias, kind: str, format: Format) -> Tensor:
         ctx.kind, ctx.call = kind, format.begin()
         wants = ctx.needs_input_grad[1] or ctx.needs_input_grad[3]
-        g_TM, saved = ctx.call.forward(x_TH, Dense(gate), gate_bias, save=wants)
-        u_TM, _ = ctx.call.forward(x_TH, Dense(up), up_bias, save=False)
+        g_TM, saved = ctx.call.forward(x_TH, Dense(gate), gate_bias, save=wants, until_kept="gate")
+        u_TM, _ = ctx.call.forward(x_TH, Dense(up), up_bias, save=False, until_kept="up")
         y_TH, _ = ctx.call.forward(gated(g_TM, u_TM, kind), Dense(down), down_bias, save=False)
-        ctx.save_for_backward(g_TM, u_TM, gate, up, down, *saved)
+        ctx.save_for_backward(ctx.call.keep(g_TM), ctx.call.keep(u_TM), gate, up, down, *saved)
         return y_TH
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad_TH: Tensor):
-        g_TM, u_TM, gate, up, down, *saved = ctx.saved_tensors
+        kept_g, kept_u, gate, up, down, *saved = ctx.saved_tensors
+        g_TM, u_TM = as_float(kept_g, len(gate), "gate"), as_float(kept_u, len(up), "up")
         need_x, need_gate, need_gate_bias, need_up, need_up_bias, need_down, need_down_bias, *_ = ctx.needs_input_grad
         last = ctx.call.output_grad(grad_TH.contiguous(), weight=need_down, bias=need_down_bias)
         value = workspace.floats("middle", *g_TM.shape) if need_down else None
