@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import cputrain
 from cputrain import log
 from cputrain.blocks.lazy_logits import LazyLogits
-from cputrain.ops import tied_embedding
+from cputrain.ops import shared_table
 from tests.model_zoo import tiny
 from tests.parity.small import assert_close, gradients_of, ids, pair
 
@@ -88,11 +88,9 @@ def test_a_table_that_is_embedding_and_head_gets_one_gradient(name, monkeypatch)
     monkeypatch.setitem(DECODERS, name, {**DECODERS[name], "tie_word_embeddings": True})
     stock, ours = pair(decoder(name))
     given = []
-    add = tied_embedding._add_rows
+    held = shared_table.SharedTable.held_by_autograd
     monkeypatch.setattr(
-        tied_embedding,
-        "_add_rows",
-        lambda grad, ids, total, skipped: (given.append(bool(total.any())), add(grad, ids, total, skipped)),
+        shared_table.SharedTable, "held_by_autograd", lambda table: given.append(held(table) is not None) or held(table)
     )
     for _ in range(2):  # accumulated
         for model in (stock, ours):
@@ -100,6 +98,23 @@ def test_a_table_that_is_embedding_and_head_gets_one_gradient(name, monkeypatch)
     assert given == [True, True]  # the head's was there
     torch.testing.assert_close(ours.lm_head.weight.grad, stock.lm_head.weight.grad)
     assert ours.lm_head.weight is ours.get_input_embeddings().weight
+
+
+def test_berts_table_gets_one_gradient_too(monkeypatch):
+    """Its rows are read by the operator that also adds positions and normalises."""
+    torch.manual_seed(0)
+    stock, ours = pair(hf.BertForMaskedLM(hf.BertConfig(**SMALL)).eval())
+    given = []
+    held = shared_table.SharedTable.held_by_autograd
+    monkeypatch.setattr(
+        shared_table.SharedTable, "held_by_autograd", lambda table: given.append(held(table) is not None) or held(table)
+    )
+    for model in (stock, ours):
+        model(**batch_of()).loss.backward()
+    assert given == [True]
+    table = ours.get_input_embeddings().weight
+    assert table is ours.get_output_embeddings().weight
+    torch.testing.assert_close(table.grad, stock.get_input_embeddings().weight.grad)
 
 
 def test_a_label_behind_padding_on_the_left_has_no_gradient_and_that_is_said(caplog):

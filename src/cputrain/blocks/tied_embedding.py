@@ -1,4 +1,4 @@
-"""Embeddings whose table is the weight of a vocabulary head: one gradient for both (ops/tied_embedding.py).
+"""Embeddings whose table is the weight of a vocabulary head: one gradient for both (ops/shared_table.py).
 
 Stock's forward runs, whatever the class makes of the rows (Gemma scales them); only the look-up in the table is ours.
 """
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cputrain.ops.tied_embedding import CAN_COUNT, tied_embedding
+from cputrain.ops.shared_table import CAN_COUNT
+from cputrain.ops.tied_embedding import tied_embedding
 from cputrain.patching.bind import Patches, untouched, why_not_tensors
 
 WHAT = "its gradient is added into the vocabulary head's"

@@ -21,7 +21,7 @@ from cputrain import native
 from cputrain.formats import FP32, Call, Dense, Format, Saved
 from cputrain.native.operands import address, require_linear, rows_of
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.tied_embedding import shared_table
+from cputrain.ops.shared_table import shared_table
 
 # The logits that exist at once. With fewer tokens the weight is packed more often: a chunk of 256 tokens spends a
 # fifth of its time on that. 128 MB are 221 tokens of the largest vocabularies (152,000), and 683 of 49,152.

@@ -17,18 +17,24 @@ from cputrain.native.operands import address, contiguous, require
 from cputrain.ops import norm
 from cputrain.ops.dropout import draw_key
 from cputrain.ops.gradient import fp32_backward
+from cputrain.ops.shared_table import Waiting
 
 # Which row of each table gets no gradient: word, position, token type.
 PaddingRows = tuple[int | None, int | None, int | None]
 
 
-def embedding_grad(grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: int | None) -> Tensor:
-    """The gradient of a table of `num_rows` rows, of which row ids[i] got grad_rows[i]; for plain nn.Embedding, too."""
+def embedding_grad(
+    grad_rows: Tensor, ids: Tensor, num_rows: int, padding_idx: int | None, add_to: Tensor | None = None
+) -> Tensor:
+    """The gradient of a table of `num_rows` rows, of which row ids[i] got grad_rows[i]; for plain nn.Embedding, too.
+
+    Added to `add_to` in place if given.
+    """
     grad_rows = grad_rows.reshape(-1, grad_rows.shape[-1]).contiguous()
     rows, cols = grad_rows.shape
     ids = _flat_ids(ids)
     _check_ids("ids", ids, rows, num_rows)  # again: code that shares their memory may have changed them since
-    grad = recycled.zeros(num_rows, cols)
+    grad = recycled.zeros(num_rows, cols) if add_to is None else add_to
     native.kernels().embedding_grad(
         address("embedding_grad: rows", grad_rows, rows * cols),
         address("embedding_grad: ids", ids, rows, torch.int64),
@@ -82,6 +88,7 @@ class _Embed(torch.autograd.Function):
     @staticmethod
     def forward(ctx, word, position, token_type, weight, bias, word_ids, position_ids, type_ids, options):
         eps, ctx.p, ctx.key, ctx.padding = options
+        ctx.waiting = Waiting(word) if ctx.needs_input_grad[0] else None
         word, position, token_type, weight, bias = contiguous(word, position, token_type, weight, bias)
         rows, cols = len(word_ids), word.shape[1]
         out, mean, rstd = word.new_empty(rows, cols), word.new_empty(rows), word.new_empty(rows)
@@ -116,10 +123,17 @@ class _Embed(torch.autograd.Function):
             *(rows, cols, ctx.p, ctx.key),
         )
         tables, ids = (word, position, token_type), (word_ids, position_ids, type_ids)
+        held = None if ctx.waiting is None else ctx.waiting.held_by_autograd()
         grads = [
-            embedding_grad(grad_sum, i, table.shape[0], padding) if needed else None
-            for table, i, padding, needed in zip(tables, ids, ctx.padding, ctx.needs_input_grad[:3], strict=True)
+            embedding_grad(grad_sum, i, table.shape[0], padding, add_to) if needed else None
+            for table, i, padding, needed, add_to in zip(
+                tables, ids, ctx.padding, ctx.needs_input_grad[:3], (held, None, None), strict=True
+            )
         ]
+        if ctx.waiting is not None:
+            ctx.waiting.done()
+        if held is not None:
+            grads[0] = None
         return *grads, grad_weight, grad_bias, None, None, None, None
 
 

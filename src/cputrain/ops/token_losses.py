@@ -19,7 +19,7 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakTensorKeyDictionary
 from cputrain.formats import FP32, Format
 from cputrain.ops.cross_entropy import PLAIN, Loss, PerToken, checked, run
 from cputrain.ops.gradient import fp32_backward
-from cputrain.ops.tied_embedding import shared_table
+from cputrain.ops.shared_table import shared_table
 
 # Weights of heads whose tokens were once found to count differently, or their entropies to count at all.
 _unequal: WeakIdKeyDictionary = WeakTensorKeyDictionary()

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from cputrain.ops import embeddings, shared_table
 from cputrain.ops import tied_embedding as module
 from cputrain.ops.cross_entropy import summed_loss
 from cputrain.ops.tied_embedding import tied_embedding
@@ -29,13 +30,14 @@ def stock(table, mix):
 def dense(monkeypatch) -> list[tuple]:
     """The shapes of gradients that embeddings made of their own."""
     made = []
-    add = module._add_rows
+    compute = embeddings.embedding_grad
 
-    def watched(grad, ids, total, padding_id):
-        made.extend([tuple(total.shape)] if not total.any() else [])
-        add(grad, ids, total, padding_id)
+    def watched(grad, ids, rows, padding_id, add_to=None):
+        made.extend([(rows, grad.shape[-1])] if add_to is None else [])
+        return compute(grad, ids, rows, padding_id, add_to)
 
-    monkeypatch.setattr(module, "_add_rows", watched)
+    for place in (module, embeddings):
+        monkeypatch.setattr(place, "embedding_grad", watched)
     return made
 
 
@@ -63,8 +65,8 @@ def test_one_gradient(isa, scale, dense):
 
 def test_the_gradient_is_handed_on_without_a_copy(monkeypatch):
     offered = []
-    offer = module.SharedTable.offer
-    monkeypatch.setattr(module.SharedTable, "offer", lambda t, g: (offered.append(g.data_ptr()), offer(t, g))[1])
+    offer = shared_table.SharedTable.offer
+    monkeypatch.setattr(shared_table.SharedTable, "offer", lambda t, g: (offered.append(g.data_ptr()), offer(t, g))[1])
     table, mix = leaves()
     ours(table, mix).backward()
     assert table.grad.data_ptr() == offered[0]
@@ -156,6 +158,31 @@ def test_nothing_is_kept_of_a_graph_that_is_gone():
     table, mix = leaves()
     ours(table, mix).backward()
     gc.collect()
-    assert not module._tables[table].waiting and module._tables[table]._offered is None
+    assert not shared_table._tables[table].waiting and shared_table._tables[table]._offered is None
     with pytest.raises(IndexError):
         tied_embedding(table, IDS + 10)
+
+
+def test_an_embedding_with_a_norm_adds_to_the_heads_gradient_too(dense):
+    """As BERT's: three tables, the first of which is the head's."""
+    torch.manual_seed(1)
+    position, kind = torch.randn(3, 8), torch.randn(2, 8)
+
+    def run(embed, loss):
+        table, mix = leaves()
+        weight, bias = torch.ones(8, requires_grad=True), torch.zeros(8, requires_grad=True)
+        ids = IDS.flatten(), torch.tensor([0, 1, 1, 0, 1, 1]), torch.tensor([0, 1, 2, 0, 1, 2])
+        x = embed(*ids, table, position, kind, weight, bias, 1e-5) @ mix
+        loss(x, table).backward()
+        return table.grad, mix.grad, weight.grad, bias.grad
+
+    ours = run(
+        lambda *given: embeddings.embed(*given, 0.0, (2, None, None)),
+        lambda x, table: summed_loss(x, table, None, LABELS, 6.0),
+    )
+    twin = run(
+        lambda *given: embeddings.plain(*given, (2, None, None)),
+        lambda x, table: F.cross_entropy(F.linear(x, table), LABELS),
+    )
+    assert_same(ours, twin)
+    assert (11, 8) not in dense
