@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from cputrain.blocks import leaves
 from cputrain.ops.rms_norm import plain, rms_norm
 from cputrain.padding import computed
-from cputrain.patching.bind import Patches, parameter_names, step_aside, why_not_tensors
+from cputrain.patching.bind import Patches, format_of, parameter_names, step_aside, why_not_tensors
 from cputrain.patching.probe import Formula, difference
 
 # module.__dict__ key: what is added to the weight.
@@ -30,7 +30,7 @@ def rms_norm_forward(self: nn.Module, stock: Callable, x: Tensor) -> Tensor:
         step_aside(self, reason)
         return stock(x)
     assert eps is not None and weight is not None
-    return rms_norm(x, weight, eps, self.__dict__[OFFSET])
+    return rms_norm(x, weight, eps, self.__dict__[OFFSET], format_of(self))
 
 
 def _weight(module: nn.Module) -> nn.Parameter | None:

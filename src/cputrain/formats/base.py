@@ -75,6 +75,10 @@ class Format(ABC):
         """As `start`, but in fp32 while a twin is probed."""
         return FORMATS["fp32"]().start() if probing.get() else self.start()
 
+    def keep(self, x_TI: Tensor) -> Tensor:
+        """A norm's input as it is saved for the backward; `int16_saving.as_float` gives it back."""
+        return x_TI
+
     def remembered(self) -> dict[str, Any]:
         """What it has found in its layer, as plain values for a checkpoint."""
         return {}

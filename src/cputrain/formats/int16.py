@@ -15,7 +15,7 @@ from torch import Tensor
 from cputrain import native
 from cputrain.formats import int16_matmul as matmul
 from cputrain.formats import int16_saving
-from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use
+from cputrain.formats.base import Activated, Call, Format, OutputGrad, Saved, Use, probing
 from cputrain.formats.fp32 import FP32
 from cputrain.formats.int16_guard import Guard, Watch
 from cputrain.formats.stored import Stored
@@ -81,6 +81,9 @@ class Int16(Format):
 
     def __deepcopy__(self, memo: dict) -> Int16:
         return Int16(self.guard.copy())
+
+    def keep(self, x_TI: Tensor) -> Tensor:
+        return x_TI if probing.get() else int16_saving.rounded(x_TI)
 
     def remembered(self) -> dict[str, Any]:
         return self.guard.remembered()

@@ -1,4 +1,7 @@
-"""RMSNorm over the last dimension: x · rstd · (offset + weight). Only x and one number a row are saved."""
+"""RMSNorm over the last dimension: x · rstd · (offset + weight).
+
+Saved are x, as the format keeps it, and one number a row.
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,15 @@ import torch
 from torch import Tensor
 
 from cputrain import native
+from cputrain.formats import FP32, Format
+from cputrain.formats.int16_saving import as_float
 from cputrain.native.operands import address, contiguous, require, rows_and_cols
 from cputrain.ops.gradient import fp32_backward
 
 
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor | None, offset: float, eps: float) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor | None, offset: float, eps: float, format: Format) -> Tensor:
         x, weight = contiguous(x, weight)  # type: ignore[assignment]
         rows, cols = rows_and_cols(x)
         out, rstd = torch.empty_like(x), x.new_empty(rows)
@@ -21,16 +26,17 @@ class _RmsNorm(torch.autograd.Function):
             *(address("rms_norm: out", out, rows * cols), address("rms_norm: rstd", rstd, rows)),
             *(rows, cols, eps),
         )
-        ctx.save_for_backward(x, rstd, weight)
+        ctx.save_for_backward(format.keep(x.view(rows, cols)), rstd, weight)
         ctx.offset = offset
         return out
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad: Tensor):
-        x, rstd, weight = ctx.saved_tensors
-        (rows, cols), grad = rows_and_cols(x), grad.contiguous()
-        grad_x, grad_weight = torch.empty_like(x), None if weight is None else torch.empty_like(weight)
+        kept, rstd, weight = ctx.saved_tensors
+        (rows, cols), grad = rows_and_cols(grad), grad.contiguous()
+        x = as_float(kept, cols, "norm")
+        grad_x, grad_weight = torch.empty_like(grad), None if weight is None else torch.empty_like(weight)
         native.kernels().rms_norm_backward(
             *(address("rms_norm: gradient", grad, rows * cols), address("rms_norm: x", x, rows * cols)),
             *(address("rms_norm: rstd", rstd, rows), address("rms_norm: weight", weight, cols), ctx.offset),
@@ -38,14 +44,14 @@ class _RmsNorm(torch.autograd.Function):
             address("rms_norm: gradient of weight", grad_weight, cols),
             *(rows, cols),
         )
-        return grad_x, grad_weight, None, None
+        return grad_x, grad_weight, None, None, None
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0, format: Format = FP32) -> Tensor:
     """x / √(mean of x² + eps) · (offset + weight); without a weight, without the last factor."""
     require("rms_norm", x.shape, x=x)
     require("rms_norm", x.shape[-1:], weight=weight)
-    return _RmsNorm.apply(x, weight, offset, eps)
+    return _RmsNorm.apply(x, weight, offset, eps, format)
 
 
 def plain(x: Tensor, weight: Tensor | None, eps: float, offset: float = 0.0) -> Tensor:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from cputrain.formats import FP32, Format, Joined
+from cputrain.formats.int16_saving import as_float
 from cputrain.native import workspace
 from cputrain.native.operands import require, require_linear
 from cputrain.ops.attention import (
@@ -37,18 +38,21 @@ class _SelfAttention(torch.autograd.Function):
         ctx.call = format.begin()
         bias = None if biases[0] is None else torch.cat(biases)
         need_weights = any(ctx.needs_input_grad[5:8])
-        qkv, saved = ctx.call.forward(x_TI, Joined(weights), bias, save=need_weights, scratch="qkv", as_saved=True)
+        qkv, saved = ctx.call.forward(
+            x_TI, Joined(weights), bias, save=need_weights, scratch="qkv", until_kept="raw", as_saved=True
+        )
         ctx.heads, ctx.settings, ctx.key_bias = heads, settings, key_bias
         out, lse = attention_forward(*split_packed(qkv, heads), settings, key_bias)
         saved_out = ctx.call.save_output(out.flatten(1)).view(out.shape)
-        ctx.save_for_backward(qkv, saved_out, lse, *weights, *saved)
+        ctx.save_for_backward(ctx.call.keep(qkv), saved_out, lse, *weights, *saved)
         return out.flatten(1)
 
     @staticmethod
     @fp32_backward
     def backward(ctx, grad):
-        qkv, out, lse, *weights_and_saved = ctx.saved_tensors
+        kept, out, lse, *weights_and_saved = ctx.saved_tensors
         weights, saved = Joined(weights_and_saved[:3]), weights_and_saved[3:]
+        qkv = as_float(kept, weights.out_features, "raw")
         dqkv = workspace.spread_rows("qkv", *qkv.shape)
         grad = grad.contiguous().view(out.shape)
         q, k, v = split_packed(qkv, ctx.heads)

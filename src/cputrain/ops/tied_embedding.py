@@ -1,4 +1,4 @@
-"""Embeddings whose table is the weight of the vocabulary head, too: the gradient of both is one tensor (shared_table.py).
+"""Embeddings whose table is the weight of the vocabulary head, too: one gradient for both (shared_table.py).
 
 Shapes: table_VH vocabulary × hidden, ids of any shape.
 """

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cputrain.formats import FORMATS
 from cputrain.ops import rms_norm as module
 from tests.unit.ops.blocks import assert_equals_twin
 
@@ -39,6 +40,25 @@ def test_same_bits_with_any_number_of_threads(isa, threads):
     ours = everything()
     torch.set_num_threads(1)
     assert all(torch.equal(a, b) for a, b in zip(ours, everything(), strict=True))
+
+
+@pytest.mark.parametrize("shape", [(1, 33), (2, 5, 384), (0, 8), (70, 130)])
+@pytest.mark.parametrize("weight", [True, False])
+def test_int16_keeps_half_and_gives_the_same_gradients(isa, shape, weight):
+    x, w = torch.randn(shape) * 3 + 1, torch.randn(shape[-1]) if weight else None
+    kept: list[torch.Tensor] = []
+
+    def grads(format):
+        leaves = [None if t is None else t.clone().requires_grad_() for t in (x, w)]
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
+            y = module.rms_norm(*leaves, 1e-6, 1.0, FORMATS[format]())
+        y.backward(y.detach().cos())
+        return [leaf.grad for leaf in leaves if leaf is not None]
+
+    ours = grads("int16")
+    assert any(t.dtype == torch.int16 for t in kept) and not any(t.shape == shape for t in kept)
+    for a, b in zip(ours, grads("fp32"), strict=True):
+        assert (a - b).norm() <= 1e-4 * b.norm()
 
 
 def test_wrong_operands_are_refused():
