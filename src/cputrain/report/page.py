@@ -38,7 +38,7 @@ p.lead{color:var(--soft);margin:0 0 20px}
 .tile span{color:var(--soft);font-size:.85rem}
 .grid{display:grid;grid-template-columns:minmax(0,1fr);gap:16px;align-items:start}
 section{padding:16px;min-width:0;overflow-x:auto}
-svg{display:block;max-width:100%;height:auto}
+svg{display:block;max-width:100%;height:auto;overflow:visible}
 .wide{display:none}
 table{border-collapse:collapse;width:100%;font-size:.9rem}
 td,th{text-align:left;vertical-align:top;padding:5px 10px 5px 0;border-bottom:1px solid var(--faint);
@@ -50,7 +50,8 @@ summary{cursor:pointer;font-weight:600}
 details>*:not(summary){margin-top:10px}
 footer{color:var(--soft);font-size:.85rem;margin-top:20px}
 @media(min-width:760px){.narrow{display:none}.wide{display:block}}
-@media(min-width:1180px){.grid{grid-template-columns:repeat(2,minmax(0,1fr))}.whole{grid-column:1/-1}}
+@media(min-width:1180px){.grid{display:block;columns:2;column-gap:16px}.grid>*{break-inside:avoid;margin-bottom:16px}
+.whole{column-span:all}}
 @media print{section,.tile{break-inside:avoid}}
 """
 
