@@ -105,7 +105,7 @@ def check(folder: Path, stops: Iterable[Stop], expected: tuple[dict[str, torch.T
         assert stop.phase in ("loading", "saving") or max(saved) == stop.step, (stop, saved)
     finished = run(folder, Stop())
     assert finished.returncode == 0, finished.stderr
-    assert finished.stdout.splitlines()[-1] == expected[1]
+    assert finished.stdout.splitlines()[-1] == expected[1], (*stops, finished.stdout, expected[1], finished.stderr)
     found = load_file(folder / "trained" / "model.safetensors")
     assert all(torch.equal(found[name], value) for name, value in expected[0].items()), stops
 

@@ -87,6 +87,25 @@ def test_a_trainer_goes_on_in_the_middle_of_an_epoch(
     assert_same_weights(resumed.model, undisturbed.model)
 
 
+def test_a_training_that_had_ended_takes_no_further_step(tmp_path: Path) -> None:
+    """In the middle of an epoch, as where a launch is killed behind `train()` and started anew."""
+    options = {"lr_scheduler_type": "constant", "eval_strategy": "steps", "eval_steps": EVERY}
+    ended = trainer(tmp_path / "out", **options)
+    ended.train()
+    again = trainer(tmp_path / "out", **options)
+    output = again.train(resume_from_checkpoint=True)
+    assert output.global_step == STEPS and losses(again) == losses(ended)
+    first, second = (
+        [(line["step"], line["eval_loss"]) for line in one.state.log_history if "eval_loss" in line]
+        for one in (ended, again)
+    )
+    assert first == second
+    assert_same_weights(again.model, ended.model)
+    longer = trainer(tmp_path / "out", **options, max_steps=STEPS + 2)
+    longer.train(resume_from_checkpoint=True)
+    assert len(losses(longer)) == STEPS + 2
+
+
 def test_early_stopping_goes_on_counting(tmp_path: Path) -> None:
     """Losses that only get worse: the third evaluation in a row ends it, wherever it was interrupted."""
     options = {
