@@ -57,7 +57,7 @@ def freed_blocks_have_room_for_the_next_of_their_sizes() -> None:
     memory.keep_freed_memory()
     rng = random.Random(0)
     sizes, stays, found = [rng.randrange(1 << 16, 8 * MB) for _ in range(60)], [], []
-    for _step in range(8):
+    for _step in range(16):
         blocks = []
         for size in sizes:
             blocks.append(torch.ones(size, dtype=torch.uint8))
@@ -68,7 +68,7 @@ def freed_blocks_have_room_for_the_next_of_their_sizes() -> None:
             blocks.pop()
         rng.shuffle(sizes)
         found.append(resident())
-    assert found[-1] < found[0] + 12 * MB, [size // MB for size in found]
+    assert found[-1] < found[0] + 64 * MB, [size // MB for size in found]
 
 
 def release_gives_it_back() -> None:
