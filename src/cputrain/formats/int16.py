@@ -1,7 +1,7 @@
 """int16: products of block-scaled 16-bit integers (int16_matmul.py), watched by a guard (int16_guard.py).
 
 What is saved of an input is its columns as they were packed for the weight's gradient, at half its size; raw outputs of
-a feed-forward are saved as 16-bit integers, too.
+feed-forwards, joined queries, keys and values, and norms' inputs are saved as 16-bit integers, too (int16_saving.py).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Raw outputs of products kept for the backward as 16-bit integers, 64 of which share a scale: half their size.
+"""Raw outputs of products, and norms' inputs, kept for the backward as 16-bit integers: half their size.
 
-Their error is 1.5e-5 of a block's largest value, a tenth of an int16 product's.
+64 of a row share a scale. Their error is 1.5e-5 of a block's largest value, a tenth of an int16 product's.
 """
 
 from __future__ import annotations

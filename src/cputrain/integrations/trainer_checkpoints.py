@@ -297,10 +297,9 @@ class _Callback(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._session.begin(kwargs["model"], kwargs.get("train_dataloader"))
+        # A training that had ended: stock would take a step more in an epoch that isn't over.
         if self._session.before is not None and 0 < state.max_steps <= state.global_step:
-            control.should_training_stop = (
-                True  # it had ended: stock would take a step more in an epoch that isn't over
-            )
+            control.should_training_stop = True
 
     def on_epoch_begin(self, *_: Any, **__: Any) -> None:
         self._session.epoch_begins()
